@@ -1,0 +1,38 @@
+# The two commands that a newcomer needs are `make demo` and `make test`; each makes .venv if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: install demo test lint types format clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
+	touch $(READY)
+
+# Two ranks on two cores: one thread a rank.
+demo: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/lightning-moe-ep fit --config configs/quickstart.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
