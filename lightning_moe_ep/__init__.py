@@ -1,0 +1,34 @@
+"""Expert parallelism for PyTorch Lightning."""
+
+from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.causal_lm import CausalLMModule
+from lightning_moe_ep.data import TextDataModule
+from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher
+from lightning_moe_ep.experts import GroupedExperts, MoELayer, SharedExpert, TopKRouter
+from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.parallelize import parallelize
+from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CausalLMModule",
+    "Dispatcher",
+    "ExpertGradientCallback",
+    "GroupedExperts",
+    "Layout",
+    "Meshes",
+    "MoEEPStrategy",
+    "MoELayer",
+    "SharedExpert",
+    "TextDataModule",
+    "TopKRouter",
+    "build_meshes",
+    "materialize",
+    "parallelize",
+    "register_dispatcher",
+]
+
+register_strategies()

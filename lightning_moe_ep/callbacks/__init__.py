@@ -1,0 +1,5 @@
+"""What a user adds to a Trainer."""
+
+from lightning_moe_ep.callbacks.gradients import ExpertGradientCallback
+
+__all__ = ["ExpertGradientCallback"]

@@ -1,0 +1,11 @@
+"""Checkpoints of training state, at any layout."""
+
+from lightning_moe_ep.checkpoint.training import (
+    full_model_state,
+    full_optimizer_state,
+    is_folder_checkpoint,
+    load,
+    save_folder,
+)
+
+__all__ = ["full_model_state", "full_optimizer_state", "is_folder_checkpoint", "load", "save_folder"]

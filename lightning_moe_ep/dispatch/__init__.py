@@ -1,0 +1,19 @@
+"""How tokens reach experts and come back: one file a dispatcher, behind the interface in `base`."""
+
+from lightning_moe_ep.dispatch.all_gather import AllGatherDispatcher
+from lightning_moe_ep.dispatch.base import (
+    Dispatcher,
+    ExpertGroup,
+    Experts,
+    dispatcher_class,
+    register_dispatcher,
+)
+
+__all__ = [
+    "AllGatherDispatcher",
+    "Dispatcher",
+    "ExpertGroup",
+    "Experts",
+    "dispatcher_class",
+    "register_dispatcher",
+]

@@ -1,0 +1,31 @@
+"""What an experts module is: finding it, computing it, and a layer of our own."""
+
+from lightning_moe_ep.experts.compute import Computation, compute_experts
+from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
+from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
+from lightning_moe_ep.experts.spread import (
+    SpreadExperts,
+    ep_size,
+    expert_parameters,
+    is_spread,
+    mark_spread,
+    spread_experts,
+)
+
+__all__ = [
+    "Computation",
+    "ExpertsModule",
+    "GroupedExperts",
+    "MoELayer",
+    "NoExpertsError",
+    "SharedExpert",
+    "SpreadExperts",
+    "TopKRouter",
+    "compute_experts",
+    "ep_size",
+    "expert_parameters",
+    "find_experts",
+    "is_spread",
+    "mark_spread",
+    "spread_experts",
+]

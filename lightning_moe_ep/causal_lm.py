@@ -1,0 +1,186 @@
+"""A LightningModule for Hugging Face causal language models.
+
+Batches of token ids go in; what comes out of a step is the loss whose gradient, averaged over ranks and micro-batches
+as data parallelism does, is that of the token-weighted mean over the world and the accumulation window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
+
+IGNORED_LABEL = -100
+
+
+class CausalLMModule(L.LightningModule):
+    """Trains a causal language model of transformers from a configuration, or fine-tunes one from a folder."""
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 20,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        """
+        Args:
+            config: A new model's configuration: `model_type`, and what else that type's configuration takes.
+            pretrained: A local Hugging Face folder to fine-tune from, instead of `config`.
+            learning_rate: The highest learning rate, reached after the warm-up.
+            weight_decay: AdamW's decay, for weights of two and more dimensions.
+            betas: AdamW's decay rates of the two moments.
+            warmup_steps: Optimizer steps over which the learning rate rises from 0.
+            min_lr_ratio: The learning rate at the end of the cosine decay, as a share of the highest.
+
+        Raises:
+            ValueError: not exactly one of config and pretrained, or a config without a model_type.
+            FileNotFoundError: `pretrained` is not a folder.
+        """
+        super().__init__()
+        if (config is None) == (pretrained is None):
+            raise ValueError("give exactly one of config (a new model) and pretrained (a local folder)")
+        if config is not None and "model_type" not in config:
+            raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
+        if pretrained is not None and not Path(pretrained).is_dir():
+            raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
+        self.save_hyperparameters()
+        self.model: PreTrainedModel | None = None
+        self.val_loss = MeanMetric()
+        self._window_loss: Tensor | float = 0.0
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.hparams.pretrained is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                self.hparams.pretrained, dtype=torch.get_default_dtype(), local_files_only=True
+            )
+        else:
+            config = AutoConfig.for_model(**self.hparams.config)
+            # A strategy that makes the initial weights itself needs no more than the shapes.
+            on_meta = getattr(self.trainer.strategy, "materializes_meta", False)
+            with torch.device("meta" if on_meta else self.device):
+                self.model = AutoModelForCausalLM.from_config(config)
+        self.model.train()
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", 0)
+        assert self.model is not None
+        available = self.model.config.get_text_config().vocab_size
+        if needed > available:
+            raise ValueError(
+                f"the data has {needed} token ids, but the model's vocab_size is {available}; use the model's own"
+                " tokenizer, or a config with a larger vocab_size"
+            )
+
+    @override
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        """The model's output for `input_ids [B, S]` and, where given, `attention_mask` and `position_ids`."""
+        assert self.model is not None
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        return self.model(**inputs, use_cache=False)
+
+    def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        """How many tokens of the batch have a label to predict; asked before the batch goes to the device."""
+        return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+
+    @override
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        """The batch's share of the token-weighted mean.
+
+        `MoEEPStrategy` puts the label tokens of the whole accumulation window, over the world, into the batch as
+        `num_items_in_batch`; under another strategy the mean is over the batch's own tokens.
+        """
+        output = self(batch)
+        total, tokens = _summed_loss(output.logits, batch["labels"])
+        accumulated = self.trainer.accumulate_grad_batches
+        if "num_items_in_batch" in batch:
+            # Averaging over the world, and Lightning's division by the window, cancel these factors.
+            loss = total * (self.trainer.world_size * accumulated / max(1, batch["num_items_in_batch"]))
+            share = accumulated / batch["num_micro_batches"]
+        else:
+            loss, share = total / tokens.clamp(min=1), 1.0
+        self._window_loss = self._window_loss + loss.detach() / accumulated
+        if (aux_loss := getattr(output, "aux_loss", None)) is not None:
+            loss = loss + self.model.router_aux_loss_coef * share * aux_loss  # type: ignore[union-attr]
+        return loss
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.log("train_loss", self._window_loss, prog_bar=True, sync_dist=True)
+        self._window_loss = 0.0
+
+    @override
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        total, tokens = _summed_loss(self(batch).logits, batch["labels"])
+        self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
+        self.log("val_loss", self.val_loss, prog_bar=True)
+
+    @override
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        total, tokens = _summed_loss(self(batch).logits, batch["labels"])
+        self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
+        self.log("test_loss", self.val_loss)
+
+    @override
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """The most likely next token at each position, `[B, S]`."""
+        return self(batch).logits.argmax(dim=-1)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            raise ValueError("the cosine decay needs an end: give the Trainer max_steps or max_epochs")
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.hparams.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.hparams.learning_rate,
+            betas=tuple(self.hparams.betas),
+        )
+        warmup, lowest = self.hparams.warmup_steps, self.hparams.min_lr_ratio
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+            return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy, in nats, of predicting each label from what is before it, and how many there were.
+
+    Args:
+        logits: `[B, S, V]`.
+        labels: `[B, S]`; `IGNORED_LABEL` where there is nothing to predict.
+
+    Returns:
+        Two tensors `[]`; the sum is connected to the graph also when no label counts.
+    """
+    targets = labels[:, 1:].flatten()
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total, (targets != IGNORED_LABEL).sum()

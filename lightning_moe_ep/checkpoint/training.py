@@ -1,0 +1,143 @@
+"""Training checkpoints: what a Trainer saves and resumes, at any layout.
+
+Two forms. A folder, written by all ranks through torch's distributed checkpoint (DCP), with Lightning's `meta.pt`
+beside it; or one file with whole `[E, ...]` tensors, in the form that Lightning writes for one device. Either is read
+at any layout. It is the one place that imports Lightning's private checkpoint functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Private; read at lightning 2.6.6. A test fails when they move.
+from lightning.fabric.strategies.model_parallel import (
+    _distributed_checkpoint_save,
+    _is_full_checkpoint,
+    _is_sharded_checkpoint,
+    _load_checkpoint,
+)
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_moe_ep.shards import cut, gather
+
+
+def is_folder_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint in the folder form."""
+    return _is_sharded_checkpoint(path)
+
+
+def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool) -> None:
+    """Write a checkpoint in the folder form; every rank calls this.
+
+    Args:
+        path: the folder; a file of that name is replaced.
+        checkpoint: Lightning's, with sharded `state_dict` and `optimizer_states`.
+        is_global_zero: whether this rank writes what is not sharded.
+    """
+    if path.is_file() and is_global_zero:
+        path.unlink()
+    torch.distributed.barrier()
+    path.mkdir(parents=True, exist_ok=True)
+    sharded = {"state_dict": checkpoint.pop("state_dict")}
+    for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        sharded[f"optimizer_{number}"] = state
+    _distributed_checkpoint_save(sharded, path)
+    if is_global_zero:
+        torch.save(checkpoint, path / _METADATA_FILENAME)
+
+
+def load(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Fill a sharded model and its optimizers from a checkpoint of either form; every rank calls this.
+
+    Args:
+        path: a folder or a file, seen by every rank.
+        module: the model, sharded at any layout.
+        optimizers: those whose state is wanted; none when not fitting.
+        strict: whether the names must match exactly.
+        weights_only: as in `torch.load`.
+
+    Returns:
+        The rest of the checkpoint.
+
+    Raises:
+        ValueError: `path` is no checkpoint.
+        KeyError: optimizer state is wanted, but the checkpoint has none.
+    """
+    if _is_sharded_checkpoint(path):
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
+        if missing:
+            raise _no_optimizer_state(path)
+        state = {"state_dict": module, **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)}}
+        return _load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+    if not _is_full_checkpoint(path):
+        raise ValueError(
+            f"{path} is not a checkpoint: neither a folder with {_METADATA_FILENAME} and shards, nor a file"
+        )
+    checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    _load_full_model_state(module, checkpoint.pop("state_dict"), strict=strict)
+    states = checkpoint.pop("optimizer_states", [])
+    if len(states) < len(optimizers):
+        raise _no_optimizer_state(path)
+    for optimizer, optimizer_state in zip(optimizers, states, strict=False):
+        _load_full_optimizer_state(optimizer, optimizer_state)
+    return checkpoint
+
+
+def _no_optimizer_state(path: Path) -> KeyError:
+    return KeyError(
+        f"{path} has no state for the optimizer(s): it was saved with save_weights_only=True. Train on from its weights"
+        " by loading them into the module instead of passing it as ckpt_path"
+    )
+
+
+def full_model_state(module: nn.Module) -> dict[str, Any]:
+    """The whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this."""
+    return _gathered(module.state_dict())
+
+
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The whole optimizer state on the CPU of rank 0, `{}` on the others; every rank calls this.
+
+    It is what the optimizer of an unsharded model with the same parameters would save.
+    """
+    saved = optimizer.state_dict()
+    # Sorted, so that all ranks gather in one order.
+    state = {key: _gathered(saved["state"][key]) for key in sorted(saved["state"])}
+    return {"state": state, "param_groups": saved["param_groups"]} if torch.distributed.get_rank() == 0 else {}
+
+
+def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {key: gather(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return whole if torch.distributed.get_rank() == 0 else {}
+
+
+def _load_full_model_state(module: nn.Module, full: Mapping[str, Any], *, strict: bool) -> None:
+    targets = module.state_dict()
+    module.load_state_dict({key: _fit(value, targets.get(key)) for key, value in full.items()}, strict=strict)
+
+
+def _load_full_optimizer_state(optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {key: _fit(value, parameters[number]) for key, value in of_parameter.items()}
+        for number, of_parameter in full["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+
+
+def _fit(value: Any, target: Any) -> Any:
+    """Cut a whole tensor as the target is; what has another shape (an optimizer's step count) stays as it is."""
+    if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
+        return cut(value, target)
+    return value

@@ -1,0 +1,72 @@
+"""The `lightning-moe-ep` command: LightningCLI for any LightningModule and LightningDataModule.
+
+`fit`, `validate`, `test` and `predict` are LightningCLI's own. After `fit` it says what was reached, beside what a
+bigram model of the same data reaches, and what to type next.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import lightning.pytorch as L
+import torch.distributed as dist
+from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
+
+import lightning_moe_ep  # noqa: F401  (registers the strategies)
+from lightning_moe_ep.data import TextDataModule, bigram_loss
+
+BIGRAM_VOCABULARY = 4096
+"""The largest vocabulary for which the bigram baseline is computed: its table grows with the square."""
+
+
+class MoECLI(LightningCLI):
+    """LightningCLI that closes a fit with a summary."""
+
+    @override
+    def after_fit(self) -> None:
+        if self.trainer.is_global_zero:
+            sys.stderr.flush()
+            print("\n".join(summary(self.trainer, self.datamodule)), flush=True)
+
+
+def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None) -> list[str]:
+    """What a fit reached and what to type next, in lines; the last is `val_loss=...` if there was a validation."""
+    lines = [""]
+    checkpoint = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else ""
+    if isinstance(datamodule, TextDataModule) and datamodule.vocab_size <= BIGRAM_VOCABULARY:
+        baseline = bigram_loss(datamodule.train_dataset, datamodule.val_dataset, datamodule.vocab_size)
+        lines.append(f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte")
+    if checkpoint:
+        config = next((a for a in sys.argv if a.endswith((".yaml", ".yml"))), "CONFIG.yaml")
+        command = f"lightning-moe-ep {{}} --config {shlex.quote(config)} --ckpt_path"
+        lines += [
+            f"Checkpoint: {checkpoint}",
+            "Next:",
+            f"  {command.format('validate')} {shlex.quote(checkpoint)}",
+            f"  {command.format('fit')} last --trainer.max_steps {2 * trainer.global_step}",
+        ]
+    if trainer.log_dir:
+        lines.append(f"  tensorboard --logdir {shlex.quote(trainer.log_dir)}")
+    if (loss := trainer.callback_metrics.get("val_loss")) is not None:
+        bytes_per_token = datamodule.val_bytes_per_token if isinstance(datamodule, TextDataModule) else 1.0
+        lines.append(f"val_loss={float(loss) / bytes_per_token:.3f}")
+    return lines
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command; `args` in place of `sys.argv` for tests."""
+    MoECLI(
+        L.LightningModule,
+        L.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        # A run that goes on in the same folder writes its config there again.
+        save_config_kwargs={"overwrite": True},
+        args=args,
+    )
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,41 @@
+"""The `all_gather` dispatcher: every rank of the ep group sees all of the group's tokens.
+
+Tokens and routing are gathered, each rank runs its own experts on the rows that chose them, and the partial sums are
+reduce-scattered home. It sends (ep - 1) T rows a rank whatever the routing, and needs no counts before it sends; the
+one host sync is for how many rows are this rank's.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_moe_ep.dispatch.base import Dispatcher, Experts, register_dispatcher
+from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from lightning_moe_ep.rows import group_rows
+
+
+@register_dispatcher("all_gather")
+class AllGatherDispatcher(Dispatcher):
+    """All-gather of tokens, reduce-scatter of partial outputs."""
+
+    def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
+        ep = self.expert_group
+        num_tokens, top_k = top_k_index.shape
+        # Ranks pad to the longest (at least one row, so that no collective is ever empty); padding chooses no expert.
+        padding = max(1, *ep.agree_on_tokens(num_tokens)) - num_tokens
+        tokens = all_gather_rows(_pad(hidden, padding), ep.group, ep.combine_dtype)
+        weights = all_gather_rows(_pad(top_k_weights, padding), ep.group, ep.combine_dtype)
+        index = all_gather_rows(_pad(top_k_index, padding, value=-1), ep.group, None)
+
+        groups, pair = group_rows(index - ep.first, ep.num_local)  # the host sync of this layer
+        token = pair // top_k
+        outputs = experts(tokens.index_select(0, token), groups)
+        dtype = ep.combine_dtype or hidden.dtype
+        outputs = outputs.to(dtype) * weights.flatten().index_select(0, pair).to(dtype).unsqueeze(-1)
+        partial = outputs.new_zeros(tokens.shape).index_add(0, token, outputs)
+        return reduce_scatter_rows(partial, ep.group)[:num_tokens].to(hidden.dtype)
+
+
+def _pad(rows: Tensor, padding: int, value: float = 0) -> Tensor:
+    return F.pad(rows, (0, 0, 0, padding), value=value) if padding else rows

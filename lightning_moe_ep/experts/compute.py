@@ -1,0 +1,70 @@
+"""What an expert computes: rows sorted by expert in, their outputs out.
+
+Two interchangeable ways: `grouped_mm`, one kernel for all experts, and `loop`, the readable reference. Both give every
+weight of this rank a gradient, zero for an expert that got no row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_moe_ep.rows import RowGroups
+
+Computation = Literal["auto", "grouped_mm", "loop"]
+
+ALIGNMENT = 16
+"""Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
+
+
+def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, computation: Computation) -> Tensor:
+    """Run the experts whose weights this rank holds.
+
+    Args:
+        module: an experts module; its weights are `gate_up_proj [L, 2I, H]` and `down_proj [L, H, I]` (or DTensors
+            with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
+        rows: `[R, H]`, sorted by expert; R may be 0.
+        groups: which rows belong to which expert.
+        computation: `auto` is grouped_mm wherever the sizes admit it.
+
+    Returns:
+        `[R, H]` in the dtype of `rows`.
+
+    Raises:
+        ValueError: grouped_mm was asked for with sizes that it does not take.
+    """
+    gate_up, down = _local(module.gate_up_proj), _local(module.down_proj)
+    inputs = rows.to(gate_up.dtype)
+    if _use_grouped_mm(gate_up, down, computation):
+        hidden = module._apply_gate(F.grouped_mm(inputs, gate_up.transpose(-2, -1), offs=groups.offsets))
+        outputs = F.grouped_mm(hidden, down.transpose(-2, -1), offs=groups.offsets)
+    else:
+        outputs = torch.cat(
+            [
+                F.linear(module._apply_gate(F.linear(chunk, gate_up_of_one)), down_of_one)
+                for chunk, gate_up_of_one, down_of_one in zip(
+                    inputs.split(groups.counts), gate_up.unbind(), down.unbind(), strict=True
+                )
+            ]
+        )
+    return outputs.to(rows.dtype)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _use_grouped_mm(gate_up: Tensor, down: Tensor, computation: Computation) -> bool:
+    if computation == "loop":
+        return False
+    misfits = [size for size in (gate_up.shape[2], down.shape[2]) if size * gate_up.element_size() % ALIGNMENT]
+    if misfits and computation == "grouped_mm":
+        raise ValueError(
+            f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={gate_up.shape[2]},"
+            f" I={down.shape[2]} in {gate_up.dtype} do not; use computation='loop' or 'auto'"
+        )
+    return not misfits

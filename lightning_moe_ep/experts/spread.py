@@ -1,0 +1,54 @@
+"""What is known of an experts module once its experts are spread over the ranks.
+
+`parallelize` leaves a `SpreadExperts` on the module; gradients, checkpoints and callbacks ask here which parameters
+are expert parameters, rather than looking at names or at meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+_ATTRIBUTE = "_spread_experts"
+
+
+@dataclass(frozen=True)
+class SpreadExperts:
+    """An experts module of which this rank holds `num_local` experts, from the global id `first` on."""
+
+    name: str
+    num_experts: int
+    ep: int
+    first: int
+
+    @property
+    def num_local(self) -> int:
+        return self.num_experts // self.ep
+
+
+def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
+    """Record that the experts of `module` are spread."""
+    setattr(module, _ATTRIBUTE, spread)
+
+
+def is_spread(module: nn.Module) -> bool:
+    return hasattr(module, _ATTRIBUTE)
+
+
+def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]]:
+    """All experts modules of `model` that `parallelize` has been over."""
+    for module in model.modules():
+        if (spread := getattr(module, _ATTRIBUTE, None)) is not None:
+            yield module, spread
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all experts modules that `parallelize` has been over (as sharded by FSDP2, between steps)."""
+    return [parameter for module, _ in spread_experts(model) for parameter in module.parameters(recurse=False)]
+
+
+def ep_size(model: nn.Module) -> int:
+    """ep, by the experts modules of `model`; 1 when there are none."""
+    return next((spread.ep for _, spread in spread_experts(model)), 1)

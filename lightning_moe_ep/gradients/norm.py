@@ -1,0 +1,88 @@
+"""The norm of all gradients together, whatever meshes they are sharded over, and clipping by it.
+
+Parameters in named parts go in (dense, experts); the norm of each part and of all comes out, as device tensors that
+are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_moe_ep.gradients.scale import local_gradients, scale_gradients
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """The p-norm of the gradients: 0-dimensional fp32 tensors on the device, equal on all ranks."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+@torch.no_grad()
+def gradient_norm(
+    parts: Mapping[str, Sequence[nn.Parameter]], *, norm_type: float, group: dist.ProcessGroup, device: torch.device
+) -> GradientNorm:
+    """The p-norm of the gradients of `parts`, as if each were one whole tensor in one process.
+
+    Each rank sums `|g|^p` over its shards in fp32; an element that several ranks hold counts once, as each of its
+    copies is weighed by one over their number. One all-reduce over the world brings the sums together. Every rank
+    must call this, also one that has no gradient at all.
+
+    Args:
+        parts: parameters by the name of their part; gradients may be missing.
+        norm_type: p > 0, or inf for the largest absolute value.
+        group: all ranks.
+        device: where the result lives.
+
+    Raises:
+        ValueError: p is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive, or inf")
+    largest = math.isinf(norm_type)
+    sums = torch.stack([_local_sum(parameters, norm_type, group.size(), device) for parameters in parts.values()])
+    dist.all_reduce(sums, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total = sums.max() if largest else sums.sum().pow(1 / norm_type)
+    norms = sums if largest else sums.pow(1 / norm_type)
+    return GradientNorm(total=total.float(), parts=dict(zip(parts, norms.float().unbind(), strict=True)))
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Sequence[nn.Parameter], *, total: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by `min(1, max_norm / (total + 1e-6))`, torch's formula, without asking the device."""
+    scale_gradients(parameters, (max_norm / (total + 1e-6)).clamp(max=1.0))
+
+
+def _local_sum(parameters: Sequence[nn.Parameter], norm_type: float, world: int, device: torch.device) -> Tensor:
+    """This rank's share of the sum of `|g|^p` (its maximum of `|g|` for p = inf), float64 `[]`."""
+    by_copies: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_copies.setdefault(_copies(parameter, world), []).append(parameter)
+    share = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, of_same in by_copies.items():
+        grads = local_gradients(of_same)
+        if not grads:
+            continue
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32)).double()
+        share = torch.maximum(share, norms.max()) if math.isinf(norm_type) else share + norms.pow(norm_type).sum() / copies
+    return share
+
+
+def _copies(parameter: nn.Parameter, world: int) -> int:
+    """How many ranks hold each element of the parameter's gradient."""
+    if not isinstance(parameter, DTensor):
+        return world
+    shards = math.prod(
+        size
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        if not placement.is_replicate()
+    )
+    return world // shards

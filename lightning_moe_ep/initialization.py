@@ -1,0 +1,181 @@
+"""Initial weights that are the same at every layout.
+
+A model on the meta device, sharded already, comes out with its initial values: each parameter is made whole, by its
+module's own initialisation and seeded by its name, then cut; so the peak is the shards plus one parameter. A model
+that was built for real is instead checked to be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_moe_ep.shards import cut
+
+
+def broadcast_seed(seed: int) -> int:
+    """Rank 0's seed, on every rank."""
+    seeds = [seed]
+    dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's random numbers start from `seed` inside; outside they go on as if nothing had happened."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
+    """Give every parameter and buffer that is on the meta device its initial value, in place.
+
+    The values depend on `seed` and the name only, not on the layout. A parameter's value is what the `_init_weights`
+    of the transformers model around it, or else the `reset_parameters` of its module and of the modules around, write.
+
+    Raises:
+        ValueError: an initialisation leaves a parameter or buffer unset; names it.
+    """
+    modules = dict(model.named_modules())
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return
+    hidden = _hide(modules)
+    made: dict[int, Tensor] = {}
+    try:
+        for (owner, kind, key), original in hidden.items():
+            if not original.is_meta or id(original) in made:
+                continue
+            name = f"{owner}.{key}" if owner else key
+            full = _initial_value(modules, owner, kind, key, original, seed=seed, device=device)
+            if full is None:
+                raise ValueError(
+                    f"the initial value of {name} ({type(modules[owner]).__name__}) cannot be replayed: neither an"
+                    " `_init_weights` of transformers nor a `reset_parameters` sets all of it. Build the model for"
+                    f" real instead of on the meta device, or give {type(modules[owner]).__name__} a"
+                    " `reset_parameters`"
+                )
+            made[id(original)] = cut(full, original) if isinstance(original, DTensor) else full
+            if isinstance(original, nn.Parameter):
+                made[id(original)] = nn.Parameter(made[id(original)], requires_grad=original.requires_grad)
+    finally:
+        for (owner, kind, key), original in hidden.items():
+            getattr(modules[owner], kind)[key] = made.get(id(original), original)
+
+
+def _hide(modules: dict[str, nn.Module]) -> dict[tuple[str, str, str], Tensor]:
+    """Put a whole tensor on the meta device in place of every parameter and buffer; returns what was there.
+
+    An initialisation may touch more than the parameter that it is replayed for: the rest must not be touched.
+    """
+    hidden: dict[tuple[str, str, str], Tensor] = {}
+    for name, module in modules.items():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    hidden[name, kind, key] = tensor
+    for (name, kind, key), tensor in hidden.items():
+        getattr(modules[name], kind)[key] = _placeholder(tensor, "meta")
+    return hidden
+
+
+def _placeholder(tensor: Tensor, device: torch.device | str) -> Tensor:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+
+
+@torch.no_grad()
+def _initial_value(
+    modules: dict[str, nn.Module],
+    owner: str,
+    kind: str,
+    key: str,
+    original: Tensor,
+    *,
+    seed: int,
+    device: torch.device,
+) -> Tensor | None:
+    """The whole initial value, or None if the initialisation does not set every element."""
+    slots = getattr(modules[owner], kind)
+    meta = slots[key]
+    name_seed = int.from_bytes(hashlib.sha256(f"{seed}:{owner}.{key}".encode()).digest()[:8], "little") >> 1
+    values = []
+    for blank in _blanks(original.dtype):
+        target = slots[key] = _placeholder(original, device)
+        target.fill_(blank)
+        try:
+            with seeded(name_seed, device):
+                for initialise in _initialisations(modules, owner):
+                    initialise()
+        finally:
+            slots[key] = meta
+        values.append(target.detach())
+    # An element that still shows what was there before was not set.
+    if original.is_floating_point() or original.is_complex():
+        return None if values[0].isnan().any() else values[0]
+    return values[0] if torch.equal(values[0], values[1]) else None
+
+
+def _blanks(dtype: torch.dtype) -> list[float]:
+    return [float("nan")] if dtype.is_floating_point or dtype.is_complex else [0, 1]
+
+
+def _initialisations(modules: dict[str, nn.Module], owner: str) -> Iterator[Callable[[], object]]:
+    """What initialises the module `owner`, then what the modules around it do, from the inside out."""
+    path = owner.split(".") if owner else []
+    for length in range(len(path), -1, -1):
+        module = modules[".".join(path[:length])]
+        around = (modules[".".join(path[:upper])] for upper in range(length, -1, -1))
+        pretrained = next((outer for outer in around if isinstance(outer, PreTrainedModel)), None)
+        if pretrained is not None:
+            yield lambda model=pretrained, module=module: model._init_weights(module)
+        elif reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
+            yield reset
+
+
+def make_replicas_equal(model: nn.Module) -> list[str]:
+    """Check that a model that each rank built for real is the same everywhere, and send rank 0's where it is not.
+
+    Returns:
+        The names of the parameters and buffers that differed; the same on every rank.
+
+    Raises:
+        RuntimeError: the ranks built models of different structure, on every rank.
+    """
+    tensors = {
+        name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta
+    }
+    structure = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in tensors.items()]).encode()).hexdigest()
+    structures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(structures, structure)
+    if len(set(structures)) > 1:
+        others = [rank for rank, other in enumerate(structures) if other != structures[0]]
+        raise RuntimeError(
+            f"rank(s) {others} built a model of other parameter names, shapes or dtypes than rank 0; every rank must"
+            " build the same model"
+        )
+    if not tensors:
+        return []
+    sums = torch.stack([_checksum(tensor.detach()) for tensor in tensors.values()])
+    lowest, highest = sums.clone(), sums
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    differing = [name for name, same in zip(tensors, (lowest == highest).all(dim=1).tolist(), strict=True) if not same]
+    for name in differing:
+        dist.broadcast(tensors[name].detach(), src=0)
+    return differing
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    values = tensor.double().nan_to_num().flatten()
+    if not values.numel():
+        return values.new_zeros(2)
+    return torch.stack([values.sum(), values.abs().sum()])

@@ -1,0 +1,132 @@
+"""From a `Layout` to device meshes and process groups.
+
+One world, seen twice: the dense view `(replicate, fsdp)` shards everything but the experts, the expert view
+`(replicate, efsdp, ep)` shards the experts. Dimensions that are not used (`replicate` of 1, the whole expert view at
+`ep=1`) are left out. A `Meshes` comes out, whose groups have each carried one collective, so that a broken network
+shows here and not inside the first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_moe_ep.layout import Layout
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The process groups of one layout."""
+
+    layout: Layout
+
+    dense: DeviceMesh
+    """`(fsdp,)`, or `(replicate, fsdp)` when there are replicas."""
+
+    expert: DeviceMesh | None
+    """`(efsdp, ep)`, or `(replicate, efsdp, ep)` when there are replicas; None at ep=1."""
+
+    host_group: dist.ProcessGroup
+    """All ranks once more for host values (CPU tensors), apart from the training's collectives."""
+
+    host_ep_group: dist.ProcessGroup | None
+    """The ep group once more for host values; None at ep=1."""
+
+    @property
+    def ep_mesh(self) -> DeviceMesh:
+        if self.expert is None:
+            raise RuntimeError("there is no ep mesh at ep=1")
+        return self.expert["ep"]
+
+    @property
+    def efsdp_mesh(self) -> DeviceMesh:
+        """What FSDP2 shards the experts over: `(efsdp,)`, or `(replicate, efsdp)` when there are replicas."""
+        if self.expert is None:
+            raise RuntimeError("there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh")
+        return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
+
+    def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Every process group of this rank with the name of its mesh dimension."""
+        for mesh in (self.dense, self.expert):
+            if mesh is not None:
+                for name in mesh.mesh_dim_names or ():
+                    yield name, mesh.get_group(name)
+
+
+_BUILT: dict[tuple[Layout, str, dist.ProcessGroup | None], Meshes] = {}
+
+
+def build_meshes(layout: Layout, device_type: str) -> Meshes:
+    """Build the meshes of `layout` for the initialised process group; the same layout again gives the same meshes.
+
+    Raises:
+        RuntimeError: no process group, or a collective over one of the groups failed (the message names the group).
+        ValueError: the process group's size is not `layout.world`.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("build_meshes needs an initialised process group; call torch.distributed.init_process_group")
+    if dist.get_world_size() != layout.world:
+        raise ValueError(f"the layout {layout} is for {layout.world} ranks, but the world has {dist.get_world_size()}")
+    key = (layout, device_type, dist.group.WORLD)
+    if key not in _BUILT:
+        _BUILT[key] = _build(layout, device_type)
+    return _BUILT[key]
+
+
+def _build(layout: Layout, device_type: str) -> Meshes:
+    replicas = (("replicate", layout.replicate),) if layout.replicate > 1 else ()
+
+    def mesh_of(*dims: tuple[str, int]) -> DeviceMesh:
+        names, sizes = zip(*(*replicas, *dims), strict=True)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+    dense = mesh_of(("fsdp", layout.fsdp))
+    expert, host_ep_group = None, None
+    if layout.ep > 1:
+        expert = mesh_of(("efsdp", layout.efsdp), ("ep", layout.ep))
+        host_ep_group = _host_group(layout.world, layout.ep)
+    host_group = _host_group(layout.world, layout.world)
+    meshes = Meshes(layout=layout, dense=dense, expert=expert, host_group=host_group, host_ep_group=host_ep_group)
+    for name, group in meshes.groups():
+        warm_up(name, group, device_type)
+    warm_up("world (host)", host_group, "cpu")
+    if host_ep_group is not None:
+        warm_up("ep (host)", host_ep_group, "cpu")
+    return meshes
+
+
+def _host_group(world: int, size: int) -> dist.ProcessGroup:
+    """This rank's group out of the `world / size` groups of consecutive ranks."""
+    # NCCL cannot carry CPU tensors; the other backends are used as they are.
+    backend = "gloo" if dist.get_backend() == "nccl" else None
+    groups = [  # every rank makes every group, in the same order
+        dist.new_group(list(range(start, start + size)), backend=backend) for start in range(0, world, size)
+    ]
+    return groups[dist.get_rank() // size]
+
+
+def warm_up(name: str, group: dist.ProcessGroup, device_type: str) -> None:
+    """Run one small all-reduce over `group` and check its result.
+
+    Raises:
+        RuntimeError: the collective failed or gave a wrong sum; names the group and its ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    one = torch.ones((), dtype=torch.int64, device=device_type)
+    try:
+        dist.all_reduce(one, group=group)
+        total = int(one.item())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the first collective over the {name!r} group of ranks {ranks} failed on rank {dist.get_rank()}; check"
+            f" the network between these ranks ({error})"
+        ) from error
+    if total != len(ranks) and dist.get_backend(group) != "fake":
+        raise RuntimeError(
+            f"the first collective over the {name!r} group of ranks {ranks} gave {total} instead of {len(ranks)} on"
+            f" rank {dist.get_rank()}; check the network between these ranks"
+        )

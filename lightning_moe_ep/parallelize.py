@@ -1,0 +1,232 @@
+"""From a plain model to a parallel one: experts first, then FSDP2.
+
+A model and the meshes go in. Afterwards each rank holds its share of the experts (DTensors `Shard(0)` over ep), the
+experts modules dispatch their tokens, and FSDP2 shards the rest over the dense mesh and each rank's experts over
+efsdp. It is the one place that imports FSDP2's per-parameter mesh, which is private in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+# Private; read at torch 2.13.0. A test fails when they move.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_moe_ep.dispatch import ExpertGroup, dispatcher_class
+from lightning_moe_ep.experts import (
+    Computation,
+    ExpertsModule,
+    SpreadExperts,
+    compute_experts,
+    find_experts,
+    is_spread,
+    mark_spread,
+)
+from lightning_moe_ep.mesh import Meshes
+from lightning_moe_ep.rows import no_rows
+
+CombineDtype = Literal["float32", "input"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def parallelize(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    dispatcher: str = "all_gather",
+    computation: Computation = "auto",
+    combine_dtype: CombineDtype = "float32",
+    equal_tokens: bool = False,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    roots: Sequence[nn.Module] | None = None,
+) -> None:
+    """Spread the experts of `model` over ep and shard everything with FSDP2, in place.
+
+    Args:
+        model: a plain model, on the meta device or real (then whole and equal on every rank).
+        meshes: where to; see `build_meshes`.
+        dispatcher: the registered name of the dispatcher.
+        computation: how experts compute, see `compute_experts`.
+        combine_dtype: in which dtype experts' outputs are summed over ranks: float32, or that of the input.
+        equal_tokens: promise that all ranks of an ep group have equally many tokens in every forward, which saves a
+            small exchange over the host in each experts layer.
+        reshard_after_forward: whether blocks free their gathered weights between forward and backward.
+        mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
+        roots: the modules that are called from outside, if `model` itself is not.
+
+    Raises:
+        NoExpertsError: the model has no experts module.
+        ValueError: ep does not divide the number of experts, the model is parallel already, or a parameter is shared
+            between modules that FSDP2 would shard apart.
+    """
+    experts = find_experts(model)
+    for found in experts:
+        if is_spread(found.module):
+            raise ValueError(f"the experts of {found.name} are spread already; parallelize a model once")
+    meshes.layout.check_experts({found.name: found.num_experts for found in experts})
+    make_dispatcher = dispatcher_class(dispatcher)
+    roots = list(roots) if roots is not None else [model]
+    blocks = list(find_blocks(model, experts))
+    _check_shared_parameters(model, [*blocks, *roots])
+
+    for found in experts:
+        _spread(found, meshes)
+        forward = _local_forward(found, computation)
+        if meshes.host_ep_group is not None:
+            group = ExpertGroup(
+                group=meshes.ep_mesh.get_group(),
+                host_group=meshes.host_ep_group,
+                num_experts=found.num_experts,
+                combine_dtype=torch.float32 if combine_dtype == "float32" else None,
+                equal_tokens=equal_tokens,
+            )
+            compute = partial(compute_experts, found.module, computation=computation)
+            forward = partial(make_dispatcher(group), experts=compute)
+        found.module.forward = forward  # type: ignore[method-assign]
+
+    policy = mp_policy or MixedPrecisionPolicy()
+    inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    placement = _expert_placement([found.module for found in experts], meshes)
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=meshes.dense,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=inner_policy,
+            shard_placement_fn=placement,
+        )
+    for root in roots:
+        # None: a root keeps its own weights gathered until backward, which needs them first.
+        fully_shard(
+            root, mesh=meshes.dense, reshard_after_forward=None, mp_policy=policy, shard_placement_fn=placement
+        )
+        if hasattr(root, "generate"):
+            register_fsdp_forward_method(root, "generate")
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module of `model` that FSDP2 manages."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def top_level_modules(parent: nn.Module) -> list[nn.Module]:
+    """The children of `parent` that own parameters, with containers that cannot be called replaced by their members."""
+    found: list[nn.Module] = []
+    for child in parent.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += top_level_modules(child)
+        else:
+            found.append(child)
+    return found
+
+
+def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[nn.Module]:
+    """The transformer blocks: members of the innermost ModuleList (else ModuleDict or Sequential) around experts.
+
+    The members beside those with experts count too (the dense layers of a mixed model). Inner ones come first.
+    """
+    containers: dict[str, nn.Module] = {}
+    for found in experts:
+        path = found.name.split(".")
+        ancestors = [".".join(path[:length]) for length in range(len(path) - 1, -1, -1)]
+        around = [(name, model.get_submodule(name)) for name in ancestors]
+        lists = [(name, m) for name, m in around if isinstance(m, nn.ModuleList)]
+        others = [(name, m) for name, m in around if isinstance(m, _CONTAINERS)]
+        containers.update((lists or others)[:1])
+    for _, container in sorted(containers.items(), key=lambda item: -item[0].count(".")):
+        for member in container.children():
+            if next(member.parameters(), None) is not None and not isinstance(member, nn.ModuleList | nn.ModuleDict):
+                yield member
+
+
+def _spread(found: ExpertsModule, meshes: Meshes) -> None:
+    """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
+    ep, first = meshes.layout.ep, 0
+    if ep > 1:
+        mesh = meshes.ep_mesh
+        num_local = found.num_experts // ep
+        first = mesh.get_local_rank() * num_local
+        for name, parameter in list(found.module.named_parameters(recurse=False)):
+            device = parameter.device if parameter.is_meta else torch.device(mesh.device_type)
+            # A copy, so that the storage of all E experts can be freed.
+            local = parameter.detach()[first : first + num_local].to(device, copy=True)
+            sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    mark_spread(found.module, SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first))
+
+
+def _local_forward(found: ExpertsModule, computation: Computation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The module's own forward, except that with zero tokens every weight still gets a (zero) gradient.
+
+    Without it a rank without tokens would leave out gradients that the other ranks reduce, and hang them.
+    """
+    original = found.module.forward
+
+    def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if hidden.shape[0]:
+            return original(hidden, top_k_index, top_k_weights)
+        return compute_experts(
+            found.module, hidden, no_rows(found.num_experts, hidden.device), computation=computation
+        )
+
+    return forward
+
+
+def _expert_placement(
+    experts: Sequence[nn.Module], meshes: Meshes
+) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
+    """FSDP2's placement function: experts over efsdp, all else by default (over the dense mesh)."""
+    if meshes.layout.ep == 1:
+        # torch 2.13: two FSDPMeshInfo over one process group raise ValueError, and here the meshes would be equal.
+        return None
+    mesh = meshes.efsdp_mesh
+    info = (
+        HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if meshes.layout.replicate > 1
+        else FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+    )
+    expert_parameters = {id(parameter) for module in experts for parameter in module.parameters(recurse=False)}
+
+    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if id(parameter) not in expert_parameters:
+            return None
+        return ShardPlacementResult(placement=Shard(_shard_dim(parameter, meshes.layout.efsdp)), mesh_info=info)
+
+    return placement
+
+
+def _shard_dim(parameter: nn.Parameter, efsdp: int) -> int:
+    """0, unless only dimension 1 divides evenly: FSDP2 pads dimension 0 and takes no uneven other one."""
+    num_local, width = parameter._local_tensor.shape[:2]
+    return 1 if num_local % efsdp and width % efsdp == 0 else 0
+
+
+def _check_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """A parameter shared by two units would be sharded in one and silently stay behind, untied, in the other."""
+    taken: set[nn.Module] = set()
+    owner: dict[int, tuple[int, str]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for number, unit in enumerate(units):
+        for module in unit.modules():
+            if module in taken:
+                continue
+            taken.add(module)
+            for key, parameter in module.named_parameters(recurse=False):
+                name = f"{names[module]}.{key}"
+                number_before, name_before = owner.setdefault(id(parameter), (number, name))
+                if number_before != number:
+                    raise ValueError(
+                        f"{name_before} and {name} are one parameter, but in modules that FSDP2 shards apart; put both"
+                        " under one module with a forward of its own, or untie them"
+                    )

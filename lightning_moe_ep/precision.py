@@ -1,0 +1,108 @@
+"""The Trainer's precision as FSDP2's mixed precision.
+
+Lightning's plugin goes in, `FSDP2Precision` comes out: no autocast, but FSDP2's policy, with gradients reduced in
+fp32. It is also where Lightning's clipping by norm arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class FSDP2Precision(Precision):
+    """Precision by FSDP2's `MixedPrecisionPolicy`.
+
+    * `32-true`: everything in fp32.
+    * `bf16-mixed`: weights are kept in fp32 and gathered in bf16.
+    * `bf16-true`: weights are kept in bf16.
+
+    In both bf16 modes gradients are reduced in fp32, and what the roots return is fp32.
+    """
+
+    def __init__(self, precision: str) -> None:
+        """
+        Args:
+            precision: one of `SUPPORTED`.
+
+        Raises:
+            ValueError: another precision; says which work.
+        """
+        if precision not in SUPPORTED:
+            raise ValueError(f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}")
+        self.precision = precision  # type: ignore[assignment]
+        self.clip_by_norm: Callable[[Optimizer, float], None] | None = None
+        """Set by the strategy: clips the gradients of an optimizer across meshes."""
+
+    @classmethod
+    def from_plugin(cls, plugin: Precision) -> FSDP2Precision:
+        """The equivalent of one of Lightning's plugins.
+
+        Raises:
+            ValueError: a plugin, or a precision of it, that cannot be turned into FSDP2's policy.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+            raise ValueError(
+                f"the precision plugin {type(plugin).__name__} is not supported with expert parallelism; leave it out"
+                f" and give the Trainer precision= one of {SUPPORTED}"
+            )
+        return cls(plugin.precision)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What weights are kept in."""
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        if self.precision == "32-true":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert floating parameters to what they are kept in; buffers keep their dtype. Before sharding."""
+        if self.precision == "bf16-true":
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.parameter_dtype)
+        return module
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return _default_dtype(self.parameter_dtype)
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return _default_dtype(self.parameter_dtype)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val <= 0:
+            return
+        assert self.clip_by_norm is not None
+        self.clip_by_norm(optimizer, clip_val)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,386 @@
+"""`MoEEPStrategy`: expert parallelism as a Lightning strategy.
+
+Each hook is a few lines into the rooms below: the layout and its meshes, parallelizing the user's model, initial
+weights, gradients, checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moe_ep import checkpoint as checkpoints
+from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.data import WindowedLoader
+from lightning_moe_ep.dispatch import dispatcher_class
+from lightning_moe_ep.experts import Computation, find_experts, spread_experts
+from lightning_moe_ep.gradients import is_replicated
+from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
+from lightning_moe_ep.layout import Layout, largest_ep
+from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.parallelize import CombineDtype, fsdp_modules, parallelize, top_level_modules
+from lightning_moe_ep.precision import FSDP2Precision
+
+
+class MoEEPStrategy(ModelParallelStrategy):
+    """Experts spread over the ranks, everything else under FSDP2."""
+
+    def __init__(
+        self,
+        ep: int | Literal["auto"] = "auto",
+        replicate: int = 1,
+        dispatcher: str = "all_gather",
+        computation: Computation = "auto",
+        combine_dtype: CombineDtype = "float32",
+        equal_tokens: bool = False,
+        init_on_meta: bool = False,
+        reshard_after_forward: bool = True,
+        reduce_every_micro_batch: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        """
+        Args:
+            ep: Number of ranks that share one full set of experts. "auto": the largest number, at most the devices of
+                a node, that divides the world (per replica) and the experts of every layer.
+            replicate: Number of copies of the whole sharded model, as in hybrid-sharded data parallelism.
+            dispatcher: How tokens reach their experts: "all_gather", or the name of a registered dispatcher.
+            computation: How experts compute: "grouped_mm", "loop", or "auto" for grouped_mm where sizes admit it.
+            combine_dtype: The dtype in which experts' outputs are summed over ranks: "float32", or that of the
+                "input".
+            equal_tokens: Promise that all ranks have equally many tokens in every forward; saves a small exchange
+                over the host in each experts layer. A broken promise hangs or fails in a collective.
+            init_on_meta: Run `configure_model` on the meta device, and make each rank's part of the initial weights
+                only. For models whose modules initialise themselves (`reset_parameters`, or transformers').
+            reshard_after_forward: Free a block's gathered weights after forward and gather them again in backward.
+            reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
+                less memory, instead of once per optimizer step.
+            save_distributed_checkpoint: Save a folder that all ranks write, instead of one file with whole tensors.
+            process_group_backend: The backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
+            timeout: How long a collective may take.
+
+        Raises:
+            ValueError: ep or replicate below 1, or a dispatcher that is not registered.
+        """
+        if ep != "auto" and (not isinstance(ep, int) or ep < 1):
+            raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
+        if replicate < 1:
+            raise ValueError(f"replicate={replicate} must be at least 1")
+        dispatcher_class(dispatcher)
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.ep = ep
+        self.replicate = replicate
+        self.parallelize_options: dict[str, Any] = {
+            "dispatcher": dispatcher,
+            "computation": computation,
+            "combine_dtype": combine_dtype,
+            "equal_tokens": equal_tokens,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        """What `parallelize` is called with, beside the meshes and the precision."""
+        self.init_on_meta = init_on_meta
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+        self.gradients = ExpertGradientCallback()
+        """The gradient callback in use: the user's own, or this one."""
+        self._meshes: Meshes | None = None
+        self._seed: int | None = None
+
+    # What a LightningModule may ask.
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of the mesh dimensions."""
+        return self.meshes.layout
+
+    @property
+    def meshes(self) -> Meshes:
+        """The meshes, for a module that calls `parallelize` itself in `configure_model`.
+
+        Raises:
+            RuntimeError: before the processes are set up, or, with ep="auto", before the model is known.
+        """
+        if self._meshes is None:
+            raise RuntimeError(
+                "there are no meshes yet: with ep='auto' they are built once `configure_model` has returned, so give"
+                " ep as a number to call `parallelize` there"
+                if self.ep == "auto"
+                else "there are no meshes before the processes are set up"
+            )
+        return self._meshes
+
+    @property
+    def materializes_meta(self) -> bool:
+        """That a model may be left on the meta device: this strategy makes its initial weights."""
+        return True
+
+    # Before the model exists.
+
+    @property
+    @override
+    def precision_plugin(self) -> FSDP2Precision:
+        plugin = FSDP2Precision.from_plugin(super().precision_plugin)
+        self._precision_plugin = plugin
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else FSDP2Precision.from_plugin(plugin)
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The first moment at which the world's size is known, and in the Trainer's constructor.
+        world = self.num_nodes * self.num_processes
+        Layout.for_world(world, ep=1 if self.ep == "auto" else self.ep, replicate=self.replicate)
+        if world > 1:
+            super()._configure_launcher()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        if not dist.is_initialized():
+            self._seed = None
+        self._setup_distributed()
+        if self._seed is None:
+            self._seed = broadcast_seed(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32)))
+        if self.ep != "auto":
+            self._build_meshes(self.ep)
+        self._put_gradient_callback_first()
+
+    def _build_meshes(self, ep: int) -> None:
+        assert self.lightning_module is not None
+        layout = Layout.for_world(self.world_size, ep=ep, replicate=self.replicate)
+        self._meshes = build_meshes(layout, self.root_device.type)
+        self._device_mesh = self._meshes.expert or self._meshes.dense
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _put_gradient_callback_first(self) -> None:
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks
+        given = [callback for callback in callbacks if isinstance(callback, ExpertGradientCallback)]
+        if len(given) > 1:
+            raise ValueError("the Trainer has more than one ExpertGradientCallback; gradients would be scaled twice")
+        self.gradients = given[0] if given else self.gradients
+        self.precision_plugin.clip_by_norm = self.gradients.clip
+        if given:
+            callbacks.remove(self.gradients)
+        callbacks.insert(0, self.gradients)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with super().tensor_init_context(self.init_on_meta if empty_init is None else empty_init):
+            yield
+
+    # The model: the user's plain one goes in, the parallel one comes out.
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        assert self.lightning_module is not None and self._seed is not None
+        # Without a common seed every rank would draw other weights.
+        same_seed = nullcontext() if "PL_GLOBAL_SEED" in os.environ else seeded(self._seed, self.root_device)
+        with same_seed:
+            yield
+        with self.root_device:  # not the meta device, which may be the default here
+            self._parallelize()
+        # Run again (validate after fit), it would put a new model in place of the trained one.
+        self.lightning_module.configure_model = _keep_model  # type: ignore[method-assign]
+
+    def _parallelize(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if any(not is_replicated(parameter) for parameter in module.parameters()):
+            self._check_layout_of(module)
+            return
+        module = self.precision_plugin.convert_module(module)
+        if self.ep == "auto":
+            counts = {found.name: found.num_experts for found in find_experts(module)}
+            ep = largest_ep(
+                self.world_size,
+                replicate=self.replicate,
+                devices_per_node=self.num_processes,
+                num_experts=counts,
+            )
+            rank_zero_info(f"ep='auto': {ep} ranks share one set of experts")
+            self._build_meshes(ep)
+        if differing := make_replicas_equal(module):
+            rank_zero_warn(
+                f"{len(differing)} parameter(s) and buffer(s) differed between ranks, {differing[0]} first; rank 0's"
+                " were sent to all. Call seed_everything, or build the model in configure_model, to avoid it"
+            )
+        real = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters() if not parameter.is_meta)
+        if real:
+            rank_zero_info(f"The model was built whole on each rank ({real / 2**20:,.0f} MiB) and is cut from there")
+        parallelize(
+            module,
+            self.meshes,
+            mp_policy=self.precision_plugin.policy,
+            roots=top_level_modules(module),
+            **self.parallelize_options,
+        )
+
+    def _check_layout_of(self, module: nn.Module) -> None:
+        for _, spread in spread_experts(module):
+            if self.ep == "auto" and self._meshes is None:
+                self._build_meshes(spread.ep)
+            if spread.ep != self.layout.ep:
+                raise ValueError(
+                    f"the experts of {spread.name} are spread over ep={spread.ep} already, but this strategy has"
+                    f" ep={self.layout.ep}; use the same ep, or build the model anew and load a checkpoint"
+                )
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None and self._seed is not None
+        self.accelerator.setup(trainer)
+        self._parallelize()  # does nothing, unless the model was built in `__init__`
+        for managed in fsdp_modules(module):
+            managed.reshard()  # an evaluation leaves the roots' weights gathered
+        materialize(module, seed=self._seed, device=self.root_device)
+        self.model_to_device()
+        for parameter in module.parameters():
+            if is_replicated(parameter):
+                dist.broadcast(parameter.detach(), src=0)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    # Gradients.
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, backward accumulates gradients without reducing them."""
+        if self.reduce_every_micro_batch:
+            yield
+            return
+        self._set_reduce_gradients(False)
+        try:
+            yield
+        finally:
+            self._set_reduce_gradients(True)
+
+    def _set_reduce_gradients(self, reduces: bool) -> None:
+        assert self.lightning_module is not None
+        self.gradients.reduces = reduces
+        for managed in fsdp_modules(self.lightning_module):
+            managed.set_requires_gradient_sync(reduces, recurse=False)
+
+    # Data.
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Tell a module that has `count_tokens(batch)` the token count of each accumulation window beforehand."""
+        module = self.lightning_module
+        assert module is not None
+        count = getattr(module, "count_tokens", None)
+        if count is None or not module.trainer.training:
+            return dataloader
+        return WindowedLoader(
+            dataloader,
+            count=count,
+            accumulate=lambda: module.trainer.accumulate_grad_batches,
+            sum_over_world=self._sum_over_world,
+        )
+
+    def _sum_over_world(self, number: int) -> int:
+        total = torch.tensor(number)
+        dist.all_reduce(total, group=self.meshes.host_group)
+        return int(total)
+
+    # Checkpoints.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._save_distributed_checkpoint:
+            return get_model_state_dict(self.lightning_module, options=StateDictOptions(cpu_offload=True))
+        return checkpoints.full_model_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._save_distributed_checkpoint:
+            options = StateDictOptions(cpu_offload=True)
+            return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        return checkpoints.full_optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint and storage_options is None:
+            checkpoints.save_folder(path, checkpoint, is_global_zero=self.is_global_zero)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load(
+            Path(self.broadcast(checkpoint_path)),
+            self.lightning_module,
+            self.optimizers if fitting else [],
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has filled the model."""
+
+
+def _keep_model() -> None:
+    """In place of `configure_model` once the model is built."""
+
+
+def register_strategies() -> None:
+    """Make `Trainer(strategy="moe_ep")` and `"moe_ep_1"` to `"moe_ep_64"` work."""
+    StrategyRegistry.register("moe_ep", MoEEPStrategy, description="Expert parallelism with FSDP2, ep='auto'", override=True)
+    for power in range(7):
+        ep = 2**power
+        StrategyRegistry.register(
+            f"moe_ep_{ep}",
+            MoEEPStrategy,
+            description=f"Expert parallelism with FSDP2, ep={ep}",
+            override=True,
+            ep=ep,
+        )
