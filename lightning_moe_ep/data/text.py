@@ -178,9 +178,9 @@ class TextDataModule(L.LightningDataModule):
         folder = self._folder(list_files(self.paths))
         if not folder.exists():
             raise FileNotFoundError(
-                f"no packed text in {str(folder)!r}: prepare_data() has not run on this node with this text "
-                "and these settings, or the text has changed since; call it first, and give the processes of a "
-                "node one cache_dir"
+                f"no packed text in {str(folder)!r}: prepare_data() has not run on this node with this "
+                "text and these settings, or the text has changed since; call it first, and give the "
+                "processes of a node one cache_dir"
             )
         self._train = load_from_disk(str(folder / "train")).with_format("torch")
         self._val = load_from_disk(str(folder / "val")).with_format("torch")

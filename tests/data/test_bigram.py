@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,12 +20,12 @@ def _blocks(seed: int, lengths: list[int], vocab_size: int) -> list[list[int]]:
 def _by_hand(train: list[list[int]], val: list[list[int]], vocab_size: int) -> float:
     counts = [[1] * vocab_size for _ in range(vocab_size)]
     for block in train:
-        for earlier, later in zip(block, block[1:], strict=False):
+        for earlier, later in pairwise(block):
             counts[earlier][later] += 1
     costs = [
         -math.log(counts[earlier][later] / sum(counts[earlier]))
         for block in val
-        for earlier, later in zip(block, block[1:], strict=False)
+        for earlier, later in pairwise(block)
     ]
     return sum(costs) / len(costs)
 
@@ -55,7 +56,9 @@ def test_unseen_pairs_cost_the_logarithm_of_the_vocabulary() -> None:
 
 
 def test_refuses_a_large_vocabulary() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=50257 is outside \[1, 4096\]: .* 2,525,766,049 entries"):
+    with pytest.raises(
+        ValueError, match=r"vocab_size=50257 is outside \[1, 4096\]: .* 2,525,766,049 entries"
+    ):
         bigram_loss([], [], 50257)
 
 

@@ -90,7 +90,9 @@ def test_each_batch_knows_its_window(data: Dataset[dict[str, Tensor]]) -> None:
     for _ in range(2):
         batches = list(loader)
         assert _marks(batches) == SEVEN
-        assert all(type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches)
+        assert all(
+            type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches
+        )
 
 
 def test_the_sum_is_asked_once_a_window_and_no_batch_is_changed() -> None:
@@ -145,15 +147,16 @@ def test_attributes_are_those_of_the_loader() -> None:
 def test_survives_pickling() -> None:
     loader = pickle.loads(pickle.dumps(_windowed(DataLoader(_Numbers(7)))))
     assert _marks(loader) == SEVEN
+    # What unpickling asks of an instance that is still empty.
+    assert not hasattr(WindowedLoader.__new__(WindowedLoader), "sampler")
 
 
 def test_the_seed_is_drawn_where_it_is_without_the_window() -> None:
-    def draws(wrap: bool) -> tuple[list[int], Tensor]:
+    def draws(wrap: bool) -> tuple[Tensor, list[int]]:
         torch.manual_seed(3)
         inner = DataLoader(_Numbers(7), shuffle=True)
         iterator: Iterator[Any] = iter(_windowed(inner) if wrap else inner)
-        torch.rand(1)
-        return [int(batch["n"]) for batch in iterator], torch.rand(1)
+        return torch.rand(1), [int(batch["n"]) for batch in iterator]
 
     assert draws(True) == draws(False)
 
