@@ -1,0 +1,254 @@
+"""The look-ahead loader alone, and where it will live: between a Strategy and Lightning's training loop."""
+
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    return int(batch["n"])
+
+
+def _double(total: int) -> int:
+    return 2 * total
+
+
+def _three() -> int:
+    return 3
+
+
+def _windowed(loader: Iterable[Any]) -> WindowedLoader:
+    return WindowedLoader(loader, count=_tokens, accumulate=_three, sum_over_world=_double)
+
+
+def _marks(batches: Iterable[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
+    return [(int(b["n"]), b["num_items_in_batch"], b["num_micro_batches"]) for b in batches]
+
+
+class _Numbers(Dataset[dict[str, Tensor]]):
+    """Row i holds `n` = 10 to the power i, so that a sum tells what it was made of."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= self.length:
+            raise IndexError
+        return {"n": torch.tensor(10**index), "x": torch.ones(2)}
+
+
+class _Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(_Numbers(7)[i] for i in range(7))
+
+
+class _Positioned:
+    """A loader that keeps its position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        while self.position < 4:
+            self.position += 1
+            yield {"n": self.position}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+SEVEN = [
+    *[(10**i, 222, 3) for i in (0, 1, 2)],
+    *[(10**i, 222_000, 3) for i in (3, 4, 5)],
+    (10**6, 2_000_000, 1),
+]
+
+
+@pytest.mark.parametrize("data", [_Numbers(7), _Stream()])
+def test_each_batch_knows_its_window(data: Dataset[dict[str, Tensor]]) -> None:
+    loader = _windowed(DataLoader(data, batch_size=1))
+    for _ in range(2):
+        batches = list(loader)
+        assert _marks(batches) == SEVEN
+        assert all(
+            type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches
+        )
+
+
+def test_the_sum_is_asked_once_a_window_and_no_batch_is_changed() -> None:
+    batches: list[dict[str, Any]] = [{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]
+    asked: list[int] = []
+
+    def sum_over_world(total: int) -> int:
+        asked.append(total)
+        return total
+
+    sizes = iter([1, 2, 5])
+    loader = WindowedLoader(
+        batches, count=_tokens, accumulate=lambda: next(sizes), sum_over_world=sum_over_world
+    )
+    assert _marks(loader) == [(1, 1, 1), (2, 5, 2), (3, 5, 2), (4, 4, 1)]
+    assert asked == [1, 5, 4]
+    assert batches[0] == {"n": 1}
+
+
+def test_length_is_that_of_the_loader() -> None:
+    assert len(_windowed(DataLoader(_Numbers(7), batch_size=2))) == 4
+    with pytest.raises(TypeError):
+        len(_windowed(DataLoader(_Stream())))
+    with pytest.raises(TypeError):
+        len(_windowed(iter([])))
+
+
+def test_refuses_batches_that_cannot_carry_the_count() -> None:
+    with pytest.raises(TypeError, match="the training loader yielded a tuple; batches must be mappings"):
+        next(iter(_windowed([(1, 2)])))
+
+
+def test_refuses_an_empty_window() -> None:
+    loader = WindowedLoader([{"n": 1}], count=_tokens, accumulate=lambda: 0, sum_over_world=_double)
+    with pytest.raises(ValueError, match=r"accumulate\(\) returned 0"):
+        next(iter(loader))
+
+
+def test_attributes_are_those_of_the_loader() -> None:
+    inner = DataLoader(_Numbers(7), sampler=DistributedSampler(_Numbers(7), num_replicas=2, rank=0))
+    loader = _windowed(inner)
+    _set_sampler_epoch(loader, 5)
+    assert inner.sampler.epoch == 5  # type: ignore[attr-defined]
+    assert loader.dataset is inner.dataset
+    assert loader.batch_sampler is inner.batch_sampler
+    loader.worker_init_fn = _three
+    assert inner.worker_init_fn is _three
+    with pytest.raises(AttributeError, match="no attribute 'flavour'"):
+        _ = loader.flavour
+
+
+def test_survives_pickling() -> None:
+    loader = pickle.loads(pickle.dumps(_windowed(DataLoader(_Numbers(7)))))
+    assert _marks(loader) == SEVEN
+    # What unpickling asks of an instance that is still empty.
+    assert not hasattr(WindowedLoader.__new__(WindowedLoader), "sampler")
+
+
+def test_the_seed_is_drawn_where_it_is_without_the_window() -> None:
+    def draws(wrap: bool) -> tuple[Tensor, list[int]]:
+        torch.manual_seed(3)
+        inner = DataLoader(_Numbers(7), shuffle=True)
+        iterator: Iterator[Any] = iter(_windowed(inner) if wrap else inner)
+        return torch.rand(1), [int(batch["n"]) for batch in iterator]
+
+    assert draws(True) == draws(False)
+
+
+def test_only_loaders_with_a_position_seem_to_keep_one() -> None:
+    assert not isinstance(_windowed(DataLoader(_Numbers(7))), _Stateful)
+    loader = _windowed(_Positioned())
+    assert isinstance(loader, _Stateful)
+    list(loader)
+    assert loader.state_dict() == {"position": 4}
+
+
+class _WindowedStrategy(SingleDeviceStrategy):
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        return WindowedLoader(
+            dataloader,  # type: ignore[arg-type]
+            count=_tokens,
+            accumulate=lambda: micro_batches_ahead(trainer),
+            sum_over_world=_double,
+        )
+
+
+class _Linear(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen: list[tuple[int, int, int]] = []
+        self.windows: list[list[tuple[int, int, int]]] = []
+        self.validated: list[set[str]] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.seen += _marks([batch])
+        return self.layer(batch["x"]).sum()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validated.append(set(batch))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.windows.append(self.seen)
+        self.seen = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(
+    loader: DataLoader[dict[str, Tensor]], folder: Path, ckpt_path: Path | None = None, **options: Any
+) -> _Linear:
+    module = _Linear()
+    trainer = L.Trainer(
+        strategy=_WindowedStrategy(torch.device("cpu")),
+        accumulate_grad_batches=3,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, "max_epochs": 2, **options},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about too few workers, and about restarting inside an epoch
+        trainer.fit(module, loader, DataLoader(_Numbers(2)), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.mark.parametrize("data", [_Numbers(7), _Stream()])
+def test_windows_are_the_optimizer_steps_of_the_trainer(
+    data: Dataset[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    module = _fit(DataLoader(data), tmp_path)
+    assert module.windows == [SEVEN[:3], SEVEN[3:6], SEVEN[6:]] * 2
+    assert module.validated[-1] == {"n", "x"}
+
+
+@pytest.mark.parametrize("data", [_Numbers(7), _Stream()])
+def test_a_limited_epoch_cuts_its_last_window(data: Dataset[dict[str, Tensor]], tmp_path: Path) -> None:
+    module = _fit(DataLoader(data), tmp_path, limit_train_batches=5)
+    assert module.windows == [SEVEN[:3], [(10**3, 22_000, 2), (10**4, 22_000, 2)]] * 2
+
+
+def test_a_restart_inside_an_epoch_cuts_its_last_window(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _fit(DataLoader(_Numbers(7)), tmp_path, callbacks=[keep], enable_checkpointing=True, max_epochs=1)
+    module = _fit(DataLoader(_Numbers(7)), tmp_path, tmp_path / "step=1.ckpt", max_epochs=1)
+    # A DataLoader keeps no position: Lightning takes the 4 batches that are left from its beginning.
+    assert module.windows == [SEVEN[:3], [(10**3, 2_000, 1)]]
+
+
+def test_persistent_workers_outlive_a_fit(tmp_path: Path) -> None:
+    loader = DataLoader(_Numbers(7), num_workers=1, persistent_workers=True)
+    first = _fit(loader, tmp_path, max_epochs=1)
+    second = _fit(loader, tmp_path, max_epochs=1)
+    assert first.windows == second.windows == [SEVEN[:3], SEVEN[3:6], SEVEN[6:]]
