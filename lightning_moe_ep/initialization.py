@@ -63,7 +63,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
                     f" real instead of on the meta device, or give {type(modules[owner]).__name__} a"
                     " `reset_parameters`"
                 )
-            made[id(original)] = cut(full, original) if isinstance(original, DTensor) else full
+            made[id(original)] = cut(full, original, device=device) if isinstance(original, DTensor) else full
             if isinstance(original, nn.Parameter):
                 made[id(original)] = nn.Parameter(made[id(original)], requires_grad=original.requires_grad)
     finally:

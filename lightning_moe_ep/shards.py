@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def cut(full: Tensor, like: DTensor) -> DTensor:
+def cut(full: Tensor, like: DTensor, *, device: torch.device | None = None) -> DTensor:
     """The DTensor that holds `full`, sharded as `like` is; only this rank's part is copied.
 
     Args:
         full: the whole tensor, the same on every rank.
-        like: gives mesh and placements; its local tensor's device is where the part goes.
+        like: gives mesh and placements.
+        device: where the part goes; None: where the part of `like` is.
 
     Raises:
         ValueError: the shapes differ.
@@ -30,7 +31,7 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
     if full.shape != like.shape:
         raise ValueError(f"a tensor of shape {list(full.shape)} cannot fill one of shape {list(like.shape)}")
     local = full[_part(like, like.device_mesh.get_coordinate())]
-    local = local.to(like._local_tensor.device, copy=True, memory_format=torch.contiguous_format)
+    local = local.to(device or like._local_tensor.device, copy=True, memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

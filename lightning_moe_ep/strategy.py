@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
-from lightning_moe_ep.data import WindowedLoader
+from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
 from lightning_moe_ep.dispatch import dispatcher_class
 from lightning_moe_ep.experts import Computation, find_experts, spread_experts
 from lightning_moe_ep.gradients import is_replicated
@@ -313,7 +313,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         return WindowedLoader(
             dataloader,
             count=count,
-            accumulate=lambda: module.trainer.accumulate_grad_batches,
+            accumulate=lambda: micro_batches_ahead(module.trainer),
             sum_over_world=self._sum_over_world,
         )
 

@@ -7,11 +7,13 @@ at any layout. It is the one place that imports Lightning's private checkpoint f
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # Private; read at lightning 2.6.6. A test fails when they move.
 from lightning.fabric.strategies.model_parallel import (
@@ -37,21 +39,37 @@ def is_folder_checkpoint(path: Path) -> bool:
 def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool) -> None:
     """Write a checkpoint in the folder form; every rank calls this.
 
+    It is written beside its place and moved there when complete, so that no shard of an older save (by a larger
+    world, say) is left among the new ones.
+
     Args:
-        path: the folder; a file of that name is replaced.
+        path: the folder; what is there is replaced.
         checkpoint: Lightning's, with sharded `state_dict` and `optimizer_states`.
         is_global_zero: whether this rank writes what is not sharded.
     """
-    if path.is_file() and is_global_zero:
-        path.unlink()
-    torch.distributed.barrier()
-    path.mkdir(parents=True, exist_ok=True)
+    saving, old = path.with_name(f".{path.name}.saving"), path.with_name(f".{path.name}.old")
+    if is_global_zero:
+        _remove(saving)
+        saving.mkdir(parents=True)
+    dist.barrier()
     sharded = {"state_dict": checkpoint.pop("state_dict")}
     for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
         sharded[f"optimizer_{number}"] = state
-    _distributed_checkpoint_save(sharded, path)
+    _distributed_checkpoint_save(sharded, saving)
     if is_global_zero:
-        torch.save(checkpoint, path / _METADATA_FILENAME)
+        torch.save(checkpoint, saving / _METADATA_FILENAME)
+        _remove(old)
+        if path.exists():
+            path.rename(old)
+        saving.rename(path)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load(
@@ -114,12 +132,12 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     saved = optimizer.state_dict()
     # Sorted, so that all ranks gather in one order.
     state = {key: _gathered(saved["state"][key]) for key in sorted(saved["state"])}
-    return {"state": state, "param_groups": saved["param_groups"]} if torch.distributed.get_rank() == 0 else {}
+    return {"state": state, "param_groups": saved["param_groups"]} if dist.get_rank() == 0 else {}
 
 
 def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
     whole = {key: gather(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-    return whole if torch.distributed.get_rank() == 0 else {}
+    return whole if dist.get_rank() == 0 else {}
 
 
 def _load_full_model_state(module: nn.Module, full: Mapping[str, Any], *, strict: bool) -> None:

@@ -26,12 +26,13 @@ class MoECLI(LightningCLI):
 
     @override
     def after_fit(self) -> None:
+        log_dir = self.trainer.log_dir  # a broadcast: every rank must ask
         if self.trainer.is_global_zero:
             sys.stderr.flush()
-            print("\n".join(summary(self.trainer, self.datamodule)), flush=True)
+            print("\n".join(summary(self.trainer, self.datamodule, log_dir=log_dir)), flush=True)
 
 
-def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None) -> list[str]:
+def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log_dir: str | None) -> list[str]:
     """What a fit reached and what to type next, in lines; the last is `val_loss=...` if there was a validation."""
     lines = [""]
     checkpoint = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else ""
@@ -47,8 +48,8 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None) -> lis
             f"  {command.format('validate')} {shlex.quote(checkpoint)}",
             f"  {command.format('fit')} last --trainer.max_steps {2 * trainer.global_step}",
         ]
-    if trainer.log_dir:
-        lines.append(f"  tensorboard --logdir {shlex.quote(trainer.log_dir)}")
+    if log_dir:
+        lines.append(f"  tensorboard --logdir {shlex.quote(log_dir)}")
     if (loss := trainer.callback_metrics.get("val_loss")) is not None:
         bytes_per_token = datamodule.val_bytes_per_token if isinstance(datamodule, TextDataModule) else 1.0
         lines.append(f"val_loss={float(loss) / bytes_per_token:.3f}")

@@ -68,7 +68,7 @@ class ExpertGroup:
             return [num_tokens] * self.size
         mine = torch.tensor([num_tokens])
         everyone = torch.empty(self.size, dtype=mine.dtype)
-        dist.all_gather_into_tensor(everyone, mine, group=self.host_group)
+        dist.all_gather_single(everyone, mine, group=self.host_group)
         return everyone.tolist()
 
 

@@ -28,13 +28,13 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = rows.new_empty((group.size() * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(everyone, rows.contiguous(), group=group)
+    dist.all_gather_single(everyone, rows.contiguous(), group=group)
     return everyone
 
 
 def _scatter(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(mine, rows.contiguous(), group=group)
+    dist.reduce_scatter_single(mine, rows.contiguous(), group=group)
     return mine
 
 
