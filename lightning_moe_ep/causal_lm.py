@@ -57,7 +57,9 @@ class CausalLMModule(L.LightningModule):
         if config is not None and "model_type" not in config:
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
         if pretrained is not None and not Path(pretrained).is_dir():
-            raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
+            raise FileNotFoundError(
+                f"pretrained={pretrained!r} is not a folder; download the model's files first"
+            )
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
@@ -182,5 +184,7 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         Two tensors `[]`; the sum is connected to the graph also when no label counts.
     """
     targets = labels[:, 1:].flatten()
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    total = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum"
+    )
     return total, (targets != IGNORED_LABEL).sum()

@@ -39,7 +39,9 @@ class FSDP2Precision(Precision):
             ValueError: another precision; says which work.
         """
         if precision not in SUPPORTED:
-            raise ValueError(f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}")
+            raise ValueError(
+                f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}"
+            )
         self.precision = precision  # type: ignore[assignment]
         self.clip_by_norm: Callable[[Optimizer, float], None] | None = None
         """Set by the strategy: clips the gradients of an optimizer across meshes."""

@@ -61,7 +61,9 @@ class ExpertGradientCallback(L.Callback):
         self._trainer = trainer
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
-        self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad]
+        self._replicated_parameters = [
+            p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad
+        ]
         self._logged = False
 
     @override
@@ -83,7 +85,9 @@ class ExpertGradientCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
         clips_later = (
-            pl_module.automatic_optimization and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
+            pl_module.automatic_optimization
+            and trainer.gradient_clip_val
+            and trainer.gradient_clip_algorithm != "value"
         )
         if (self.log_grad_norm or self.error_if_nonfinite) and not clips_later and not self._logged:
             self._norm(optimizer)

@@ -93,10 +93,15 @@ def load(
     """
     if _is_sharded_checkpoint(path):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
+        missing = [
+            n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)
+        ]
         if missing:
             raise _no_optimizer_state(path)
-        state = {"state_dict": module, **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)}}
+        state = {
+            "state_dict": module,
+            **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)},
+        }
         return _load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
     if not _is_full_checkpoint(path):
         raise ValueError(

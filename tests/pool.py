@@ -1,0 +1,138 @@
+"""A pool of ranks that is started once a test session and that tests send functions to.
+
+Starting a rank costs seconds on two cores, sending it a function costs milliseconds. The pool is a world of up to 6 gloo
+ranks; a test that wants fewer uses the first of them, as the world of a fresh default
+process group: between jobs every rank destroys its default group and makes the next one.
+
+A job that does not end in time fails its test with the stacks of all ranks, and the pool starts anew.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZE = 6
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+
+
+class RankError(AssertionError):
+    """A job failed on a rank, or did not end."""
+
+
+def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    stack_file = open(stacks, "w")  # noqa: SIM115  (faulthandler needs it open for as long as the rank lives)
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:  # the session is over
+            return
+        function, args, world, store, timeout = job
+        faulthandler.dump_traceback_later(timeout, file=stack_file)
+        try:
+            result = _run(function, args, rank, world, store)
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, store: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    torch.manual_seed(1000 + rank)  # unlike on each rank, unless the job seeds
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+    )
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+class RankPool:
+    """Runs functions on gloo ranks; see the module."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
+        self._jobs = 0
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, theirs, str(self._stack_file(rank))), daemon=True
+            )
+            process.start()
+            self._ranks.append((process, ours))
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._folder / f"stacks-{rank}"
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60
+    ) -> list[Any]:
+        """Call a module-level `function(*args)` on `world` ranks; returns each rank's result, in rank order.
+
+        Raises:
+            RankError: with the traceback of each rank that failed, or with all stacks if some did not end.
+        """
+        if not self._ranks:
+            self._start()
+        self._jobs += 1
+        store = str(self._folder / f"store-{self._jobs}")
+        ranks = self._ranks[:world]
+        for _, pipe in ranks:
+            pipe.send((function, args, world, store, timeout))
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+        while waiting:
+            ready = wait(list(waiting), timeout=timeout + 5)
+            if not ready:
+                stacks = "\n".join(
+                    f"--- rank {r}\n{self._stack_file(r).read_text()}" for r in waiting.values()
+                )
+                self.close()
+                raise RankError(
+                    f"rank(s) {sorted(waiting.values())} did not end within {timeout} s\n{stacks}"
+                )
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self.close()
+                    raise RankError(f"rank {rank} died") from None
+        failures = [f"--- rank {rank}\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
+        if failures:
+            self.close()  # a failed rank may have left the others' groups half used
+            raise RankError("\n".join(failures))
+        return [answers[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
