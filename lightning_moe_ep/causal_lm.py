@@ -57,9 +57,7 @@ class CausalLMModule(L.LightningModule):
         if config is not None and "model_type" not in config:
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
         if pretrained is not None and not Path(pretrained).is_dir():
-            raise FileNotFoundError(
-                f"pretrained={pretrained!r} is not a folder; download the model's files first"
-            )
+            raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
@@ -98,6 +96,18 @@ class CausalLMModule(L.LightningModule):
         assert self.model is not None
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         return self.model(**inputs, use_cache=False)
+
+    @override
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        """Put one sequence without labels in place of an empty batch, which transformers' attention does not take.
+
+        The rank then takes part in every collective, and its loss is a zero that is connected to the graph.
+        """
+        if self.trainer.predicting or batch["input_ids"].shape[0]:
+            return batch
+        ids = batch["input_ids"].new_zeros(1, max(2, batch["input_ids"].shape[1]))
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        return {**batch, "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
         """How many tokens of the batch have a label to predict; asked before the batch goes to the device."""
@@ -184,7 +194,5 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         Two tensors `[]`; the sum is connected to the graph also when no label counts.
     """
     targets = labels[:, 1:].flatten()
-    total = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
     return total, (targets != IGNORED_LABEL).sum()

@@ -151,9 +151,7 @@ def make_replicas_equal(model: nn.Module) -> list[str]:
         RuntimeError: the ranks built models of different structure, on every rank.
     """
     tensors = {
-        name: tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if not tensor.is_meta
+        name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta
     }
     structure = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in tensors.items()]).encode()).hexdigest()
     structures: list[str] = [""] * dist.get_world_size()
@@ -170,9 +168,7 @@ def make_replicas_equal(model: nn.Module) -> list[str]:
     lowest, highest = sums.clone(), sums
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    differing = [
-        name for name, same in zip(tensors, (lowest == highest).all(dim=1).tolist(), strict=True) if not same
-    ]
+    differing = [name for name, same in zip(tensors, (lowest == highest).all(dim=1).tolist(), strict=True) if not same]
     for name in differing:
         dist.broadcast(tensors[name].detach(), src=0)
     return differing

@@ -68,13 +68,9 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         ValueError: the process group's size is not `layout.world`.
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            "build_meshes needs an initialised process group; call torch.distributed.init_process_group"
-        )
+        raise RuntimeError("build_meshes needs an initialised process group; call torch.distributed.init_process_group")
     if dist.get_world_size() != layout.world:
-        raise ValueError(
-            f"the layout {layout} is for {layout.world} ranks, but the world has {dist.get_world_size()}"
-        )
+        raise ValueError(f"the layout {layout} is for {layout.world} ranks, but the world has {dist.get_world_size()}")
     key = (layout, device_type, dist.group.WORLD)
     if key not in _BUILT:
         for stale in [other for other in _BUILT if other[2] is not dist.group.WORLD]:
@@ -96,9 +92,7 @@ def _build(layout: Layout, device_type: str) -> Meshes:
         expert = mesh_of(("efsdp", layout.efsdp), ("ep", layout.ep))
         host_ep_group = _host_group(layout.world, layout.ep)
     host_group = _host_group(layout.world, layout.world)
-    meshes = Meshes(
-        layout=layout, dense=dense, expert=expert, host_group=host_group, host_ep_group=host_ep_group
-    )
+    meshes = Meshes(layout=layout, dense=dense, expert=expert, host_group=host_group, host_ep_group=host_ep_group)
     for name, group in meshes.groups():
         warm_up(name, group, device_type)
     warm_up("world (host)", host_group, "cpu")

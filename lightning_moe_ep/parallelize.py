@@ -80,7 +80,7 @@ def parallelize(
 
     for found in experts:
         _spread(found, meshes)
-        forward = _local_forward(found, computation)
+        forward = _local_forward(found)
         if meshes.host_ep_group is not None:
             group = ExpertGroup(
                 group=meshes.ep_mesh.get_group(),
@@ -150,9 +150,7 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[
         containers.update((lists or others)[:1])
     for _, container in sorted(containers.items(), key=lambda item: -item[0].count(".")):
         for member in container.children():
-            if next(member.parameters(), None) is not None and not isinstance(
-                member, nn.ModuleList | nn.ModuleDict
-            ):
+            if next(member.parameters(), None) is not None and not isinstance(member, nn.ModuleList | nn.ModuleDict):
                 yield member
 
 
@@ -168,17 +166,11 @@ def _spread(found: ExpertsModule, meshes: Meshes) -> None:
             # A copy, so that the storage of all E experts can be freed.
             local = parameter.detach()[first : first + num_local].to(device, copy=True)
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-            found.module.register_parameter(
-                name, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            )
-    mark_spread(
-        found.module, SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first)
-    )
+            found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    mark_spread(found.module, SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first))
 
 
-def _local_forward(
-    found: ExpertsModule, computation: Computation
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The module's own forward, except that with zero tokens every weight still gets a (zero) gradient.
 
     Without it a rank without tokens would leave out gradients that the other ranks reduce, and hang them.
@@ -188,9 +180,8 @@ def _local_forward(
     def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden.shape[0]:
             return original(hidden, top_k_index, top_k_weights)
-        return compute_experts(
-            found.module, hidden, no_rows(found.num_experts, hidden.device), computation=computation
-        )
+        nothing = no_rows(found.num_experts, hidden.device)
+        return compute_experts(found.module, hidden, nothing, computation="loop")
 
     return forward
 
@@ -208,16 +199,12 @@ def _expert_placement(
         if meshes.layout.replicate > 1
         else FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
     )
-    expert_parameters = {
-        id(parameter) for module in experts for parameter in module.parameters(recurse=False)
-    }
+    expert_parameters = {id(parameter) for module in experts for parameter in module.parameters(recurse=False)}
 
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if id(parameter) not in expert_parameters:
             return None
-        return ShardPlacementResult(
-            placement=Shard(_shard_dim(parameter, meshes.layout.efsdp)), mesh_info=info
-        )
+        return ShardPlacementResult(placement=Shard(_shard_dim(parameter, meshes.layout.efsdp)), mesh_info=info)
 
     return placement
 

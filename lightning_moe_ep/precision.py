@@ -71,9 +71,7 @@ class FSDP2Precision(Precision):
     def policy(self) -> MixedPrecisionPolicy:
         if self.precision == "32-true":
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -41,6 +41,4 @@ def group_rows(experts_of_rows: Tensor, num_experts: int) -> tuple[RowGroups, Te
 
 def no_rows(num_experts: int, device: torch.device) -> RowGroups:
     """The groups of zero rows."""
-    return RowGroups(
-        offsets=torch.zeros(num_experts, dtype=torch.int32, device=device), counts=[0] * num_experts
-    )
+    return RowGroups(offsets=torch.zeros(num_experts, dtype=torch.int32, device=device), counts=[0] * num_experts)

@@ -190,9 +190,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         callbacks = self.lightning_module.trainer.callbacks
         given = [callback for callback in callbacks if isinstance(callback, ExpertGradientCallback)]
         if len(given) > 1:
-            raise ValueError(
-                "the Trainer has more than one ExpertGradientCallback; gradients would be scaled twice"
-            )
+            raise ValueError("the Trainer has more than one ExpertGradientCallback; gradients would be scaled twice")
         self.gradients = given[0] if given else self.gradients
         self.precision_plugin.clip_by_norm = self.gradients.clip
         if given:
@@ -243,14 +241,10 @@ class MoEEPStrategy(ModelParallelStrategy):
                 " were sent to all. Call seed_everything, or build the model in configure_model, to avoid it"
             )
         real = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in module.parameters()
-            if not parameter.is_meta
+            parameter.numel() * parameter.element_size() for parameter in module.parameters() if not parameter.is_meta
         )
         if real:
-            rank_zero_info(
-                f"The model was built whole on each rank ({real / 2**20:,.0f} MiB) and is cut from there"
-            )
+            rank_zero_info(f"The model was built whole on each rank ({real / 2**20:,.0f} MiB) and is cut from there")
         parallelize(
             module,
             self.meshes,
@@ -360,9 +354,7 @@ class MoEEPStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return checkpoints.load(

@@ -14,6 +14,10 @@ from lightning_moe_ep import MoELayer, TopKRouter
 HIDDEN = 64
 VOCABULARY = 96
 
+ADAM_EPS = 1e-4
+"""Adam divides by the gradient's size: with a tiny eps, an element whose true gradient is 0 and whose computed one is
+round-off takes a whole step in a random direction, in one process as in many. This is above the round-off."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
     "mixtral": {"intermediate_size": 32, "num_local_experts": 8, "router_jitter_noise": 0.0},
@@ -36,9 +40,7 @@ class Block(nn.Module):
 class OwnModel(nn.Module):
     """Two MoE blocks and a head, from `[T, H]` to `[T, H]`."""
 
-    def __init__(
-        self, *, num_experts: int = 8, top_k: int = 2, intermediate_size: int = 48, **moe: Any
-    ) -> None:
+    def __init__(self, *, num_experts: int = 8, top_k: int = 2, intermediate_size: int = 48, **moe: Any) -> None:
         super().__init__()
         make = lambda: Block(num_experts=num_experts, top_k=top_k, intermediate_size=intermediate_size, **moe)  # noqa: E731
         self.blocks = nn.ModuleList([make(), make()])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_moe_ep import GroupedExperts
-from tests.models import build, loss_of
+from tests.models import ADAM_EPS, build, loss_of
 
 
 @dataclass
@@ -36,11 +36,7 @@ def experts_one_by_one(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top
             total = total + weight * (self.down_proj[expert] @ (F.silu(gate) * up))
         outputs.append(total)
     # A product with no token keeps the graph connected when there is none.
-    return (
-        torch.stack(outputs)
-        if outputs
-        else hidden @ self.gate_up_proj[0].T[:, :0] @ self.down_proj[0].T[:0, :]
-    )
+    return torch.stack(outputs) if outputs else hidden @ self.gate_up_proj[0].T[:, :0] @ self.down_proj[0].T[:0, :]
 
 
 def reference_model(kind: str, options: dict, state: dict[str, Tensor]) -> nn.Module:
@@ -56,9 +52,7 @@ def reference_model(kind: str, options: dict, state: dict[str, Tensor]) -> nn.Mo
 
 def norm_of(gradients: dict[str, Tensor], norm_type: float) -> float:
     flat = torch.cat([gradient.flatten().double() for gradient in gradients.values()])
-    return float(
-        flat.abs().max() if math.isinf(norm_type) else flat.abs().pow(norm_type).sum().pow(1 / norm_type)
-    )
+    return float(flat.abs().max() if math.isinf(norm_type) else flat.abs().pow(norm_type).sum().pow(1 / norm_type))
 
 
 def answer(
@@ -76,7 +70,7 @@ def answer(
     The gradient is that of the mean over ranks and micro-batches of the batch's loss, as DDP's users mean.
     """
     model = reference_model(kind, options, state).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=ADAM_EPS)
     gradients, norms = [], []
     for of_ranks in steps:
         optimizer.zero_grad()
@@ -85,10 +79,7 @@ def answer(
             cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             (loss_of(model, cast) / count).backward()
         gradients.append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in model.named_parameters()
-            }
+            {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         )
         norms.append(norm_of(gradients[-1], norm_type))
         if clip is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy
 from tests import oracle
-from tests.models import build, loss_of, make_batch
+from tests.models import ADAM_EPS, build, loss_of, make_batch
 from tests.pool import RankPool
 
 
@@ -115,7 +115,7 @@ class CaseModule(L.LightningModule):
         return loss_of(self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=ADAM_EPS)
 
 
 class Probe(L.Callback):
@@ -129,23 +129,18 @@ class Probe(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.initial = whole(dict(pl_module.model.named_parameters()))
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         missing = [name for name, p in pl_module.model.named_parameters() if p.grad is None]
         assert not missing, f"no gradient: {missing}"
         self.gradients.append(whole({name: p.grad for name, p in pl_module.model.named_parameters()}))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if "grad_norm" in trainer.callback_metrics:
+        if trainer.global_step > len(self.norms):
             self.norms.append(float(trainer.callback_metrics["grad_norm"]))
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in tensors.items()
-    }
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:
@@ -163,8 +158,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:
         callbacks=[probe, ExpertGradientCallback(norm_type=case.norm_type)],
     ).fit(module)
     weights = whole(dict(module.model.named_parameters()))
-    norms = probe.norms[accumulate - 1 :: accumulate]
-    return probe.initial, oracle.Answer(probe.gradients, norms, weights)
+    return probe.initial, oracle.Answer(probe.gradients, probe.norms, weights)
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
@@ -180,15 +174,13 @@ def check(pool: RankPool, case: Case) -> None:
     """Run the case and compare with the oracle: gradients to 1e-5, norms to 1e-6, weights to 1e-4."""
     results = pool.run(train, case, world=case.world)
     initial, ours = results[0]
-    theirs = oracle.answer(
-        case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type
-    )
+    theirs = oracle.answer(case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type)
     for step, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         error, name = worst(mine, right)
         assert error < 1e-5, f"step {step}: the gradient of {name} is off by {error:.1e}"
     for _, answer in results:
         assert answer.norms == ours.norms, "ranks disagree on the norm"
     for mine_norm, right_norm in zip(ours.norms, theirs.norms, strict=True):
-        assert abs(mine_norm - right_norm) < 1e-6 * right_norm, f"norm {mine_norm} instead of {right_norm}"
+        assert abs(mine_norm - right_norm) <= 1e-6 * right_norm, f"norm {mine_norm} instead of {right_norm}"
     error, name = worst(ours.weights, theirs.weights)
     assert error < 1e-4, f"the weight {name} is off by {error:.1e}"

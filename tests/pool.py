@@ -1,7 +1,7 @@
 """A pool of ranks that is started once a test session and that tests send functions to.
 
-Starting a rank costs seconds on two cores, sending it a function costs milliseconds. The pool is a world of up to 6 gloo
-ranks; a test that wants fewer uses the first of them, as the world of a fresh default
+Starting a rank costs seconds on two cores, sending it a function costs milliseconds. The pool is a world of up to 6
+gloo ranks; a test that wants fewer uses the first of them, as the world of a fresh default
 process group: between jobs every rank destroys its default group and makes the next one.
 
 A job that does not end in time fails its test with the stacks of all ranks, and the pool starts anew.
@@ -22,6 +22,8 @@ from typing import Any
 
 SIZE = 6
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+GRACE = 3.0
+"""Seconds that the other ranks have to end by themselves once one has failed."""
 
 
 class RankError(AssertionError):
@@ -81,18 +83,14 @@ class RankPool:
         context = mp.get_context("spawn")
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, theirs, str(self._stack_file(rank))), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, theirs, str(self._stack_file(rank))), daemon=True)
             process.start()
             self._ranks.append((process, ours))
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks-{rank}"
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60) -> list[Any]:
         """Call a module-level `function(*args)` on `world` ranks; returns each rank's result, in rank order.
 
         Raises:
@@ -108,15 +106,14 @@ class RankPool:
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
         while waiting:
-            ready = wait(list(waiting), timeout=timeout + 5)
+            failed = any(not ok for ok, _ in answers.values())
+            ready = wait(list(waiting), timeout=GRACE if failed else timeout + 5)
+            if failed and not ready:  # the others wait for the one that failed
+                break
             if not ready:
-                stacks = "\n".join(
-                    f"--- rank {r}\n{self._stack_file(r).read_text()}" for r in waiting.values()
-                )
+                stacks = "\n".join(f"--- rank {r}\n{self._stack_file(r).read_text()}" for r in waiting.values())
                 self.close()
-                raise RankError(
-                    f"rank(s) {sorted(waiting.values())} did not end within {timeout} s\n{stacks}"
-                )
+                raise RankError(f"rank(s) {sorted(waiting.values())} did not end within {timeout} s\n{stacks}")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -126,7 +123,7 @@ class RankPool:
                     raise RankError(f"rank {rank} died") from None
         failures = [f"--- rank {rank}\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
         if failures:
-            self.close()  # a failed rank may have left the others' groups half used
+            self.close()  # the others may be stuck, or their groups half used
             raise RankError("\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
 

@@ -34,9 +34,7 @@ class ExpertGradientCallback(L.Callback):
     `grad_norm/experts` beside it; without, it is computed for the log. No host sync is added.
     """
 
-    def __init__(
-        self, *, norm_type: float = 2.0, error_if_nonfinite: bool = False, log_grad_norm: bool = True
-    ) -> None:
+    def __init__(self, *, norm_type: float = 2.0, error_if_nonfinite: bool = False, log_grad_norm: bool = True) -> None:
         """
         Args:
             norm_type: the p of the norm that is logged and that `gradient_clip_algorithm="norm"` uses; may be inf.
@@ -61,9 +59,7 @@ class ExpertGradientCallback(L.Callback):
         self._trainer = trainer
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
-        self._replicated_parameters = [
-            p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad
-        ]
+        self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad]
         self._logged = False
 
     @override
@@ -81,9 +77,7 @@ class ExpertGradientCallback(L.Callback):
         average_gradients(self._replicated_parameters, dist.group.WORLD)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         clips_later = (
             pl_module.automatic_optimization
             and trainer.gradient_clip_val

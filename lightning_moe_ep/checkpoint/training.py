@@ -93,9 +93,7 @@ def load(
     """
     if _is_sharded_checkpoint(path):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        missing = [
-            n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)
-        ]
+        missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
         if missing:
             raise _no_optimizer_state(path)
         state = {

@@ -32,17 +32,13 @@ class MoECLI(LightningCLI):
             print("\n".join(summary(self.trainer, self.datamodule, log_dir=log_dir)), flush=True)
 
 
-def summary(
-    trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log_dir: str | None
-) -> list[str]:
+def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log_dir: str | None) -> list[str]:
     """What a fit reached and what to type next, in lines; the last is `val_loss=...` if there was a validation."""
     lines = [""]
     checkpoint = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else ""
     if isinstance(datamodule, TextDataModule) and datamodule.vocab_size <= BIGRAM_VOCABULARY:
         baseline = bigram_loss(datamodule.train_dataset, datamodule.val_dataset, datamodule.vocab_size)
-        lines.append(
-            f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte"
-        )
+        lines.append(f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte")
     if checkpoint:
         config = next((a for a in sys.argv if a.endswith((".yaml", ".yml"))), "CONFIG.yaml")
         command = f"lightning-moe-ep {{}} --config {shlex.quote(config)} --ckpt_path"

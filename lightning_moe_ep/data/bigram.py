@@ -49,9 +49,7 @@ def bigram_loss(
     scored = _pair_counts(_chunks(val, None), vocab_size)
     total = int(scored.sum())
     if total == 0:
-        raise ValueError(
-            "val holds no pair of tokens to score; give it at least one block of 2 tokens or more"
-        )
+        raise ValueError("val holds no pair of tokens to score; give it at least one block of 2 tokens or more")
     cost = np.log(counts.sum(1, keepdims=True) + vocab_size) - np.log(counts + 1)  # [V, V]
     return float((scored * cost).sum() / total)
 
@@ -76,9 +74,7 @@ def _pair_counts(chunks: Iterable[list[npt.NDArray[np.integer]]], vocab_size: in
     return table.reshape(vocab_size, vocab_size)
 
 
-def _chunks(
-    blocks: Dataset | Iterable[Any], max_tokens: int | None
-) -> Iterator[list[npt.NDArray[np.integer]]]:
+def _chunks(blocks: Dataset | Iterable[Any], max_tokens: int | None) -> Iterator[list[npt.NDArray[np.integer]]]:
     """Blocks in lists of about `_CHUNK_TOKENS` tokens: few enough to hold, enough for numpy to be quick."""
     chunk: list[npt.NDArray[np.integer]] = []
     held = read = 0

@@ -14,9 +14,7 @@ from pathlib import Path
 JSON_LINES = frozenset({".jsonl", ".json"})
 
 # Folders that are not of the standard library, or that not every machine has.
-_NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"}
-)
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"})
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,7 @@ def list_files(paths: Sequence[str] | None) -> list[Path]:
     Args:
         paths: files or folders, hidden ones below them left out. None: the Python standard library's sources.
     """
-    found = (
-        (file for path in paths for file in _walk(Path(path))) if paths is not None else _standard_library()
-    )
+    found = (file for path in paths for file in _walk(Path(path))) if paths is not None else _standard_library()
     # A dict keeps the first place of a file that two of the paths lead to.
     return list({file.resolve(): None for file in found})
 
@@ -59,9 +55,7 @@ def check_paths(paths: Sequence[str] | None) -> None:
             )
         return
     if not paths:
-        raise ValueError(
-            "paths is empty; name text files or folders, or leave paths out for Python's own sources"
-        )
+        raise ValueError("paths is empty; name text files or folders, or leave paths out for Python's own sources")
     for path in paths:
         if not Path(path).exists():
             raise FileNotFoundError(
@@ -140,8 +134,7 @@ def read_document(document: Document, *, text_field: str) -> bytes:
         fields = json.loads(line)
     except ValueError as error:
         raise ValueError(
-            f"{where} is not JSON ({error}); "
-            f"{' and '.join(sorted(JSON_LINES))} files must hold one JSON object a line"
+            f"{where} is not JSON ({error}); {' and '.join(sorted(JSON_LINES))} files must hold one JSON object a line"
         ) from None
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         held = f"the fields {sorted(fields)}" if isinstance(fields, dict) else f"a {type(fields).__name__}"

@@ -72,9 +72,7 @@ def check_tokenizer(folder: str) -> None:
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"tokenizer={folder!r} is not a folder (looked in {os.getcwd()!r}); {how}")
     if not any(Path(folder, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise FileNotFoundError(
-            f"tokenizer={folder!r} has neither tokenizer.json nor tokenizer_config.json; {how}"
-        )
+        raise FileNotFoundError(f"tokenizer={folder!r} has neither tokenizer.json nor tokenizer_config.json; {how}")
 
 
 @dataclass(kw_only=True)

@@ -83,9 +83,7 @@ class TextDataModule(L.LightningDataModule):
         if block_size < 2:
             raise ValueError(f"block_size={block_size} leaves no token to predict; use 2 or more")
         if not 0 < val_fraction < 1:
-            raise ValueError(
-                f"val_fraction={val_fraction} is not between 0 and 1; 0.1 keeps a tenth for validation"
-            )
+            raise ValueError(f"val_fraction={val_fraction} is not between 0 and 1; 0.1 keeps a tenth for validation")
         for name, value in (
             ("batch_size", batch_size),
             ("max_bytes", max_bytes),
@@ -262,9 +260,7 @@ class TextDataModule(L.LightningDataModule):
 
     def _require_setup(self) -> None:
         if self._train is None:
-            raise RuntimeError(
-                "the blocks are not loaded; call prepare_data() and setup() first, as Trainer.fit does"
-            )
+            raise RuntimeError("the blocks are not loaded; call prepare_data() and setup() first, as Trainer.fit does")
 
 
 def _write(packer: Packer, folder: Path) -> None:

@@ -45,9 +45,7 @@ class WindowedLoader:
         sum_over_world: Callable[[int], int],
     ) -> None:
         # Through __dict__, because __setattr__ below writes to the wrapped loader.
-        self.__dict__.update(
-            _loader=loader, _count=count, _accumulate=accumulate, _sum_over_world=sum_over_world
-        )
+        self.__dict__.update(_loader=loader, _count=count, _accumulate=accumulate, _sum_over_world=sum_over_world)
         # Lightning tells the loaders that keep their position by a runtime protocol, and from Python 3.12 on
         # isinstance with one does not ask __getattr__. As methods of the class, these two would make every
         # loader seem to keep it.
@@ -81,9 +79,7 @@ class WindowedLoader:
                 raise ValueError(f"accumulate() returned {size}; a window holds at least 1 batch")
             window = [_mapping(batch) for batch in (first, *itertools.islice(batches, size - 1))]
             marks = {
-                "num_items_in_batch": int(
-                    self._sum_over_world(sum(int(self._count(batch)) for batch in window))
-                ),
+                "num_items_in_batch": int(self._sum_over_world(sum(int(self._count(batch)) for batch in window))),
                 "num_micro_batches": len(window),
             }
             for batch in window:

@@ -19,9 +19,7 @@ from lightning_moe_ep.rows import group_rows
 class AllGatherDispatcher(Dispatcher):
     """All-gather of tokens, reduce-scatter of partial outputs."""
 
-    def __call__(
-        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         ep = self.expert_group
         num_tokens, top_k = top_k_index.shape
         # Ranks pad to the longest (at least one row, so that no collective is ever empty); padding chooses no expert.

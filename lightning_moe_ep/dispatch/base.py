@@ -81,9 +81,7 @@ class Dispatcher(ABC):
         self.expert_group = expert_group
 
     @abstractmethod
-    def __call__(
-        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         """Send the tokens to their experts and bring the weighted sums back.
 
         Every rank of the group calls this the same number of times, also with no tokens.

@@ -21,9 +21,7 @@ ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
 
 
-def compute_experts(
-    module: nn.Module, rows: Tensor, groups: RowGroups, *, computation: Computation
-) -> Tensor:
+def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, computation: Computation) -> Tensor:
     """Run the experts whose weights this rank holds.
 
     Args:
@@ -63,9 +61,7 @@ def _local(weight: Tensor) -> Tensor:
 def _use_grouped_mm(gate_up: Tensor, down: Tensor, computation: Computation) -> bool:
     if computation == "loop":
         return False
-    misfits = [
-        size for size in (gate_up.shape[2], down.shape[2]) if size * gate_up.element_size() % ALIGNMENT
-    ]
+    misfits = [size for size in (gate_up.shape[2], down.shape[2]) if size * gate_up.element_size() % ALIGNMENT]
     if misfits and computation == "grouped_mm":
         raise ValueError(
             f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={gate_up.shape[2]},"

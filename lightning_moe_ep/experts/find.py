@@ -48,9 +48,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
                 f"the experts module {name} ({type(module).__name__}) {reason}, which is not supported yet; supported"
                 " are gated experts with weights gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
             )
-        found.append(
-            ExpertsModule(name=name, module=module, num_experts=next(iter(stacked.values())).shape[0])
-        )
+        found.append(ExpertsModule(name=name, module=module, num_experts=next(iter(stacked.values())).shape[0]))
     if not found:
         came_near = "; ".join(near) if near else "no module owns stacked [E, ...] weights"
         raise NoExpertsError(

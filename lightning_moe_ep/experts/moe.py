@@ -128,9 +128,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize)
         self.experts = GroupedExperts(hidden_size, intermediate_size, num_experts)
-        self.shared_expert = (
-            SharedExpert(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
-        )
+        self.shared_expert = SharedExpert(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])

@@ -46,9 +46,7 @@ def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all experts modules that `parallelize` has been over (as sharded by FSDP2, between steps)."""
-    return [
-        parameter for module, _ in spread_experts(model) for parameter in module.parameters(recurse=False)
-    ]
+    return [parameter for module, _ in spread_experts(model) for parameter in module.parameters(recurse=False)]
 
 
 def ep_size(model: nn.Module) -> int:

@@ -52,9 +52,7 @@ def gradient_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive, or inf")
     largest = math.isinf(norm_type)
-    sums = torch.stack(
-        [_local_sum(parameters, norm_type, group.size(), device) for parameters in parts.values()]
-    )
+    sums = torch.stack([_local_sum(parameters, norm_type, group.size(), device) for parameters in parts.values()])
     dist.all_reduce(sums, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     total = sums.max() if largest else sums.sum().pow(1 / norm_type)
     norms = sums if largest else sums.pow(1 / norm_type)
@@ -67,9 +65,7 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], *, total: Tensor, max_norm:
     scale_gradients(parameters, (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
-def _local_sum(
-    parameters: Sequence[nn.Parameter], norm_type: float, world: int, device: torch.device
-) -> Tensor:
+def _local_sum(parameters: Sequence[nn.Parameter], norm_type: float, world: int, device: torch.device) -> Tensor:
     """This rank's share of the sum of `|g|^p` (its maximum of `|g|` for p = inf), float64 `[]`."""
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -81,9 +77,7 @@ def _local_sum(
             continue
         norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32)).double()
         share = (
-            torch.maximum(share, norms.max())
-            if math.isinf(norm_type)
-            else share + norms.pow(norm_type).sum() / copies
+            torch.maximum(share, norms.max()) if math.isinf(norm_type) else share + norms.pow(norm_type).sum() / copies
         )
     return share
 

@@ -23,9 +23,7 @@ def _by_hand(train: list[list[int]], val: list[list[int]], vocab_size: int) -> f
         for earlier, later in pairwise(block):
             counts[earlier][later] += 1
     costs = [
-        -math.log(counts[earlier][later] / sum(counts[earlier]))
-        for block in val
-        for earlier, later in pairwise(block)
+        -math.log(counts[earlier][later] / sum(counts[earlier])) for block in val for earlier, later in pairwise(block)
     ]
     return sum(costs) / len(costs)
 
@@ -56,9 +54,7 @@ def test_unseen_pairs_cost_the_logarithm_of_the_vocabulary() -> None:
 
 
 def test_refuses_a_large_vocabulary() -> None:
-    with pytest.raises(
-        ValueError, match=r"vocab_size=50257 is outside \[1, 4096\]: .* 2,525,766,049 entries"
-    ):
+    with pytest.raises(ValueError, match=r"vocab_size=50257 is outside \[1, 4096\]: .* 2,525,766,049 entries"):
         bigram_loss([], [], 50257)
 
 

@@ -69,9 +69,7 @@ def _streams(data: TextDataModule) -> tuple[list[int], list[int]]:
 
 def test_blocks_are_the_joined_documents(make: Make, folder: Path) -> None:
     data = _ready(make())
-    train_part, val_part = split_documents(
-        list_documents(list_files([str(folder)])), val_fraction=0.3, seed=0
-    )
+    train_part, val_part = split_documents(list_documents(list_files([str(folder)])), val_fraction=0.3, seed=0)
     assert (len(train_part), len(val_part)) == (7, 3)
     for stream, part in zip(_streams(data), (train_part, val_part), strict=True):
         joined = b"".join(document.path.read_bytes() + b"\0" for document in part)
@@ -179,9 +177,7 @@ def test_the_second_call_does_nothing_until_something_changes(
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
-def test_an_interrupted_run_leaves_nothing(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_leaves_nothing(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -287,9 +283,7 @@ def test_folders_without_what_they_should_hold_are_refused_at_once(make: Make, t
     (tmp_path / "bare" / "binary").write_bytes(b"\0\1")
     with pytest.raises(ValueError, match=r"there is no text in '.*bare' \(hidden, empty and binary"):
         make(paths=[str(tmp_path / "bare")])
-    with pytest.raises(
-        FileNotFoundError, match=r"bare' has neither tokenizer.json nor tokenizer_config.json"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"bare' has neither tokenizer.json nor tokenizer_config.json"):
         make(tokenizer=str(tmp_path / "bare"))
 
 
@@ -314,17 +308,11 @@ def test_a_json_line_without_text_is_named(make: Make, tmp_path: Path, line: str
 
 
 def test_too_little_text_is_refused(make: Make, folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"validation text has 123 tokens .* less than one block of block_size=200"
-    ):
+    with pytest.raises(ValueError, match=r"validation text has 123 tokens .* less than one block of block_size=200"):
         make(block_size=200).prepare_data()
-    with pytest.raises(
-        ValueError, match=r"has 1 document \(.*0.txt\), and training and validation need one each"
-    ):
+    with pytest.raises(ValueError, match=r"has 1 document \(.*0.txt\), and training and validation need one each"):
         make(paths=[str(folder / "0.txt")]).prepare_data()
-    with pytest.raises(
-        ValueError, match=r"17 training blocks do not fill one batch of batch_size=18 on each of 1"
-    ):
+    with pytest.raises(ValueError, match=r"17 training blocks do not fill one batch of batch_size=18 on each of 1"):
         _ready(make(batch_size=18)).train_dataloader()
 
 

@@ -90,9 +90,7 @@ def test_each_batch_knows_its_window(data: Dataset[dict[str, Tensor]]) -> None:
     for _ in range(2):
         batches = list(loader)
         assert _marks(batches) == SEVEN
-        assert all(
-            type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches
-        )
+        assert all(type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches)
 
 
 def test_the_sum_is_asked_once_a_window_and_no_batch_is_changed() -> None:
@@ -104,9 +102,7 @@ def test_the_sum_is_asked_once_a_window_and_no_batch_is_changed() -> None:
         return total
 
     sizes = iter([1, 2, 5])
-    loader = WindowedLoader(
-        batches, count=_tokens, accumulate=lambda: next(sizes), sum_over_world=sum_over_world
-    )
+    loader = WindowedLoader(batches, count=_tokens, accumulate=lambda: next(sizes), sum_over_world=sum_over_world)
     assert _marks(loader) == [(1, 1, 1), (2, 5, 2), (3, 5, 2), (4, 4, 1)]
     assert asked == [1, 5, 4]
     assert batches[0] == {"n": 1}
@@ -205,9 +201,7 @@ class _Linear(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit(
-    loader: DataLoader[dict[str, Tensor]], folder: Path, ckpt_path: Path | None = None, **options: Any
-) -> _Linear:
+def _fit(loader: DataLoader[dict[str, Tensor]], folder: Path, ckpt_path: Path | None = None, **options: Any) -> _Linear:
     module = _Linear()
     trainer = L.Trainer(
         strategy=_WindowedStrategy(torch.device("cpu")),
@@ -225,9 +219,7 @@ def _fit(
 
 
 @pytest.mark.parametrize("data", [_Numbers(7), _Stream()])
-def test_windows_are_the_optimizer_steps_of_the_trainer(
-    data: Dataset[dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_windows_are_the_optimizer_steps_of_the_trainer(data: Dataset[dict[str, Tensor]], tmp_path: Path) -> None:
     module = _fit(DataLoader(data), tmp_path)
     assert module.windows == [SEVEN[:3], SEVEN[3:6], SEVEN[6:]] * 2
     assert module.validated[-1] == {"n", "x"}
