@@ -173,7 +173,7 @@ def _spread(found: ExpertsModule, meshes: Meshes) -> None:
 def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The module's own forward, except that with zero tokens every weight still gets a (zero) gradient.
 
-    Without it a rank without tokens would leave out gradients that the other ranks reduce, and hang them.
+    A rank without tokens would else leave out gradients, the experts' and the router's, that the other ranks reduce.
     """
     original = found.module.forward
 
@@ -181,7 +181,8 @@ def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], T
         if hidden.shape[0]:
             return original(hidden, top_k_index, top_k_weights)
         nothing = no_rows(found.num_experts, hidden.device)
-        return compute_experts(found.module, hidden, nothing, computation="loop")
+        outputs = compute_experts(found.module, hidden, nothing, computation="loop")
+        return outputs * top_k_weights.sum(dim=1, keepdim=True).to(outputs.dtype)
 
     return forward
 

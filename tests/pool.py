@@ -33,6 +33,7 @@ class RankError(AssertionError):
 def _serve(rank: int, pipe: Connection, stacks: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     stack_file = open(stacks, "w")  # noqa: SIM115  (faulthandler needs it open for as long as the rank lives)
+    faulthandler.enable(stack_file)
     import warnings
 
     import torch
