@@ -13,10 +13,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy
+from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy, register_dispatcher
+from lightning_moe_ep.dispatch import OverlappedDispatcher
 from tests import oracle
 from tests.models import ADAM_EPS, build, loss_of, make_batch
 from tests.pool import RankPool
+
+
+@register_dispatcher("three_chunks")
+class ThreeChunks(OverlappedDispatcher):
+    """`overlapped` with chunks however few tokens there are."""
+
+    def num_chunks(self, num_tokens: int) -> int:
+        return 3
 
 
 class PoolEnvironment(ClusterEnvironment):

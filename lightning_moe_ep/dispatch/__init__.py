@@ -1,6 +1,7 @@
 """How tokens reach experts and come back: one file a dispatcher, behind the interface in `base`."""
 
 from lightning_moe_ep.dispatch.all_gather import AllGatherDispatcher
+from lightning_moe_ep.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe_ep.dispatch.base import (
     Dispatcher,
     ExpertGroup,
@@ -8,12 +9,15 @@ from lightning_moe_ep.dispatch.base import (
     dispatcher_class,
     register_dispatcher,
 )
+from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
 
 __all__ = [
     "AllGatherDispatcher",
+    "AllToAllDispatcher",
     "Dispatcher",
     "ExpertGroup",
     "Experts",
+    "OverlappedDispatcher",
     "dispatcher_class",
     "register_dispatcher",
 ]

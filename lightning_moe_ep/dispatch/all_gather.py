@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_moe_ep.dispatch.base import Dispatcher, Experts, register_dispatcher
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from lightning_moe_ep.dispatch.local import run_experts
 from lightning_moe_ep.rows import group_rows
 
 
@@ -29,12 +30,10 @@ class AllGatherDispatcher(Dispatcher):
         index = all_gather_rows(_pad(top_k_index, padding, value=-1), ep.group, None)
 
         groups, pair = group_rows(index - ep.first, ep.num_local)  # the host sync of this layer
-        token = pair // top_k
-        outputs = experts(tokens.index_select(0, token), groups)
+        weight_of_pair = weights.flatten().index_select(0, pair)
+        partial = run_experts(experts, tokens, groups, row_of_pair=pair // top_k, weight_of_pair=weight_of_pair)
         dtype = ep.combine_dtype or hidden.dtype
-        outputs = outputs.to(dtype) * weights.flatten().index_select(0, pair).to(dtype).unsqueeze(-1)
-        partial = outputs.new_zeros(tokens.shape).index_add(0, token, outputs)
-        return reduce_scatter_rows(partial, ep.group)[:num_tokens].to(hidden.dtype)
+        return reduce_scatter_rows(partial.to(dtype), ep.group)[:num_tokens].to(hidden.dtype)
 
 
 def _pad(rows: Tensor, padding: int, value: float = 0) -> Tensor:

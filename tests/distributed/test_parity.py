@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -61,9 +62,16 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_sizes(ranks: RankPool, name: str) -> None:
-    check(ranks, ODD[name])
+DISPATCHERS = ["all_gather", "all_to_all", "three_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dispatcher"),
+    [(n, d) for n, case in ODD.items() for d in (DISPATCHERS if case.ep > 1 else DISPATCHERS[:1])],
+)
+def test_odd_sizes(ranks: RankPool, name: str, dispatcher: str) -> None:
+    case = ODD[name]
+    check(ranks, dataclasses.replace(case, strategy={"dispatcher": dispatcher, **case.strategy}))
 
 
 @pytest.mark.parametrize(

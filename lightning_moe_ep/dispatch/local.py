@@ -1,0 +1,63 @@
+"""What every dispatcher does between its exchanges: gather rows for the experts, sum their weighted outputs by row.
+
+Sums are in fp32 whatever the activations' dtype, and only what is needed is kept for backward: no fp32 copy of the
+outputs, no weighted copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ep.dispatch.base import Experts
+from lightning_moe_ep.rows import RowGroups
+
+
+def run_experts(
+    experts: Experts, source: Tensor, groups: RowGroups, *, row_of_pair: Tensor, weight_of_pair: Tensor
+) -> Tensor:
+    """Run this rank's experts for (row, expert) pairs and sum what they give for each row.
+
+    Args:
+        experts: runs this rank's experts.
+        source: `[N, H]`, the rows.
+        groups: which pairs belong to which expert; P pairs in all.
+        row_of_pair: `[P]` int64, sorted by expert; a row may occur several times or not at all.
+        weight_of_pair: `[P]`, in the same order.
+
+    Returns:
+        `[N, H]` in fp32: for each row the weighted sum of its experts' outputs; zero where it has none.
+    """
+    outputs = experts(_TakeRows.apply(source, row_of_pair), groups)
+    return _WeightedSum.apply(outputs, weight_of_pair, row_of_pair, source.shape[0])
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = source.shape[0]
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(outputs, weights, index)
+        total = outputs.new_zeros((num_rows, outputs.shape[1]), dtype=torch.float32)
+        return total.index_add_(0, index, outputs.float() * weights.float().unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        outputs, weights, index = ctx.saved_tensors
+        of_pairs = grad.index_select(0, index)
+        weight_grad = (of_pairs * outputs.float()).sum(dim=1).to(weights.dtype)
+        return (of_pairs * weights.float().unsqueeze(1)).to(outputs.dtype), weight_grad, None, None
