@@ -1,5 +1,7 @@
 """Expert parallelism for PyTorch Lightning."""
 
+import logging
+
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
@@ -32,3 +34,9 @@ __all__ = [
 ]
 
 register_strategies()
+
+# As Lightning does with its own: choices that the library makes are seen without any logging set up.
+_log = logging.getLogger(__name__)
+_log.addHandler(logging.StreamHandler())
+_log.setLevel(logging.INFO)
+_log.propagate = False

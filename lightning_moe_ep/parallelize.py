@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_moe_ep.dispatch import ExpertGroup, dispatcher_class
+from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatcher_class
 from lightning_moe_ep.experts import (
     Computation,
     ExpertsModule,
@@ -32,8 +31,6 @@ from lightning_moe_ep.experts import (
 from lightning_moe_ep.mesh import Meshes
 from lightning_moe_ep.rows import no_rows
 
-CombineDtype = Literal["float32", "input"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -41,9 +38,9 @@ def parallelize(
     model: nn.Module,
     meshes: Meshes,
     *,
-    dispatcher: str = "all_gather",
+    dispatcher: str = "auto",
     computation: Computation = "auto",
-    combine_dtype: CombineDtype = "float32",
+    combine_dtype: CombineDtype = "auto",
     equal_tokens: bool = False,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -56,7 +53,7 @@ def parallelize(
         meshes: where to; see `build_meshes`.
         dispatcher: the registered name of the dispatcher.
         computation: how experts compute, see `compute_experts`.
-        combine_dtype: in which dtype experts' outputs are summed over ranks: float32, or that of the input.
+        combine_dtype: in which dtype experts' sums are sent; see `CombineDtype`.
         equal_tokens: promise that all ranks of an ep group have equally many tokens in every forward, which saves a
             small exchange over the host in each experts layer.
         reshard_after_forward: whether blocks free their gathered weights between forward and backward.
@@ -79,14 +76,15 @@ def parallelize(
     _check_shared_parameters(model, [*blocks, *roots])
 
     for found in experts:
-        _spread(found, meshes)
+        spread = _spread(found, meshes)
         forward = _local_forward(found)
         if meshes.host_ep_group is not None:
             group = ExpertGroup(
                 group=meshes.ep_mesh.get_group(),
                 host_group=meshes.host_ep_group,
                 num_experts=found.num_experts,
-                combine_dtype=torch.float32 if combine_dtype == "float32" else None,
+                combine_dtype=combine_dtype,
+                statistics=spread.statistics,
                 equal_tokens=equal_tokens,
             )
             compute = partial(compute_experts, found.module, computation=computation)
@@ -154,7 +152,7 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[
                 yield member
 
 
-def _spread(found: ExpertsModule, meshes: Meshes) -> None:
+def _spread(found: ExpertsModule, meshes: Meshes) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     ep, first = meshes.layout.ep, 0
     if ep > 1:
@@ -167,7 +165,9 @@ def _spread(found: ExpertsModule, meshes: Meshes) -> None:
             local = parameter.detach()[first : first + num_local].to(device, copy=True)
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    mark_spread(found.module, SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first))
+    spread = SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first)
+    mark_spread(found.module, spread)
+    return spread
 
 
 def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -15,8 +15,48 @@ class RowGroups:
     offsets: Tensor
     """`[L]` int32 on the device: where each expert's rows end."""
 
+    sizes: Tensor
+    """`[L]` int64 on the device: rows of each expert."""
+
     counts: list[int]
-    """Rows of each of the L experts, on the host."""
+    """The same on the host."""
+
+    @classmethod
+    def of(cls, sizes: Tensor, counts: list[int]) -> RowGroups:
+        return cls(offsets=sizes.cumsum(0, dtype=torch.int32), sizes=sizes, counts=counts)
+
+
+class RoutingStatistics:
+    """What an experts module routed since the last `reset`, on this rank; reading it is up to the reader.
+
+    Counted in every forward, but not again when activation checkpointing recomputes one.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.forwards = 0
+        """Forwards counted."""
+        self.rows_sent = 0
+        """Rows of tokens sent to other ranks."""
+        self.rows_received = 0
+        """Rows of tokens that came from other ranks."""
+        self.bytes_sent = 0
+        """Bytes of the rows and sums sent to other ranks in forward; backward sends as many."""
+        self.pairs_of_expert: Tensor | None = None
+        """`[L]` int64 on the device: (token, expert) pairs that each of this rank's experts computed."""
+
+    def count(self, *, rows_sent: int, rows_received: int, bytes_sent: int, pairs_of_expert: Tensor) -> None:
+        # Private; read at torch 2.13: a forward inside of a backward is a recomputation.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self.forwards += 1
+        self.rows_sent += rows_sent
+        self.rows_received += rows_received
+        self.bytes_sent += bytes_sent
+        before = self.pairs_of_expert
+        self.pairs_of_expert = pairs_of_expert.detach().clone() if before is None else before.add_(pairs_of_expert)
 
 
 def group_rows(experts_of_rows: Tensor, num_experts: int) -> tuple[RowGroups, Tensor]:
@@ -36,9 +76,9 @@ def group_rows(experts_of_rows: Tensor, num_experts: int) -> tuple[RowGroups, Te
     counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
     order = torch.argsort(ids, stable=True)
     on_host = counts.tolist()
-    return RowGroups(offsets=counts.cumsum(0, dtype=torch.int32), counts=on_host), order[: sum(on_host)]
+    return RowGroups.of(counts, on_host), order[: sum(on_host)]
 
 
 def no_rows(num_experts: int, device: torch.device) -> RowGroups:
     """The groups of zero rows."""
-    return RowGroups(offsets=torch.zeros(num_experts, dtype=torch.int32, device=device), counts=[0] * num_experts)
+    return RowGroups.of(torch.zeros(num_experts, dtype=torch.int64, device=device), [0] * num_experts)

@@ -34,13 +34,13 @@ from typing_extensions import override
 from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
-from lightning_moe_ep.dispatch import dispatcher_class
+from lightning_moe_ep.dispatch import CombineDtype, dispatcher_class
 from lightning_moe_ep.experts import Computation, find_experts, spread_experts
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes
-from lightning_moe_ep.parallelize import CombineDtype, fsdp_modules, parallelize, top_level_modules
+from lightning_moe_ep.parallelize import fsdp_modules, parallelize, top_level_modules
 from lightning_moe_ep.precision import FSDP2Precision
 
 
@@ -51,9 +51,9 @@ class MoEEPStrategy(ModelParallelStrategy):
         self,
         ep: int | Literal["auto"] = "auto",
         replicate: int = 1,
-        dispatcher: str = "all_gather",
+        dispatcher: str = "auto",
         computation: Computation = "auto",
-        combine_dtype: CombineDtype = "float32",
+        combine_dtype: CombineDtype = "auto",
         equal_tokens: bool = False,
         init_on_meta: bool = False,
         reshard_after_forward: bool = True,
@@ -67,10 +67,11 @@ class MoEEPStrategy(ModelParallelStrategy):
             ep: Number of ranks that share one full set of experts. "auto": the largest number, at most the devices of
                 a node, that divides the world (per replica) and the experts of every layer.
             replicate: Number of copies of the whole sharded model, as in hybrid-sharded data parallelism.
-            dispatcher: How tokens reach their experts: "all_gather", or the name of a registered dispatcher.
+            dispatcher: How tokens reach their experts: "all_gather", "all_to_all", "overlapped", "auto" (the cheaper
+                of the first two by a cost model), or the name of a registered dispatcher.
             computation: How experts compute: "grouped_mm", "loop", or "auto" for grouped_mm where sizes admit it.
-            combine_dtype: The dtype in which experts' outputs are summed over ranks: "float32", or that of the
-                "input".
+            combine_dtype: The dtype in which experts' sums are sent: "float32", that of the "input", or "auto":
+                float32 where the network adds them up (all_gather), else that of the input.
             equal_tokens: Promise that all ranks have equally many tokens in every forward; saves a small exchange
                 over the host in each experts layer. A broken promise hangs or fails in a collective.
             init_on_meta: Run `configure_model` on the meta device, and make each rank's part of the initial weights

@@ -2,7 +2,9 @@
 
 from lightning_moe_ep.dispatch.all_gather import AllGatherDispatcher
 from lightning_moe_ep.dispatch.all_to_all import AllToAllDispatcher
+from lightning_moe_ep.dispatch.auto import AutoDispatcher
 from lightning_moe_ep.dispatch.base import (
+    CombineDtype,
     Dispatcher,
     ExpertGroup,
     Experts,
@@ -14,6 +16,8 @@ from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
 __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "AutoDispatcher",
+    "CombineDtype",
     "Dispatcher",
     "ExpertGroup",
     "Experts",

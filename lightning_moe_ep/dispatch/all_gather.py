@@ -7,6 +7,7 @@ one host sync is for how many rows are this rank's.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,14 +26,21 @@ class AllGatherDispatcher(Dispatcher):
         num_tokens, top_k = top_k_index.shape
         # Ranks pad to the longest (at least one row, so that no collective is ever empty); padding chooses no expert.
         padding = max(1, *ep.agree_on_tokens(num_tokens)) - num_tokens
-        tokens = all_gather_rows(_pad(hidden, padding), ep.group, ep.combine_dtype)
-        weights = all_gather_rows(_pad(top_k_weights, padding), ep.group, ep.combine_dtype)
+        dtype = ep.sum_dtype(torch.float32, hidden=hidden.dtype)
+        tokens = all_gather_rows(_pad(hidden, padding), ep.group, dtype)
+        weights = all_gather_rows(_pad(top_k_weights, padding), ep.group, torch.float32)
         index = all_gather_rows(_pad(top_k_index, padding, value=-1), ep.group, None)
 
         groups, pair = group_rows(index - ep.first, ep.num_local)  # the host sync of this layer
         weight_of_pair = weights.flatten().index_select(0, pair)
         partial = run_experts(experts, tokens, groups, row_of_pair=pair // top_k, weight_of_pair=weight_of_pair)
-        dtype = ep.combine_dtype or hidden.dtype
+        others = (ep.size - 1) * (num_tokens + padding)
+        ep.statistics.count(
+            rows_sent=others,
+            rows_received=others,
+            bytes_sent=others * hidden.shape[1] * (hidden.element_size() + dtype.itemsize),
+            pairs_of_expert=groups.sizes,
+        )
         return reduce_scatter_rows(partial.to(dtype), ep.group)[:num_tokens].to(hidden.dtype)
 
 

@@ -42,7 +42,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         group = self.expert_group
-        dtype = group.combine_dtype or hidden.dtype
+        dtype = group.sum_dtype(hidden.dtype, hidden=hidden.dtype)
         chunks = plan_chunks(top_k_index, group, self.num_chunks(hidden.shape[0]))
         weights = top_k_weights.flatten()
         arriving = [Exchange(hidden.index_select(0, c.sent_tokens), c.rows, group.group) for c in chunks]
@@ -65,6 +65,14 @@ class AllToAllDispatcher(Dispatcher):
             own_sums.index_add(0, chunk.sent_tokens - chunk.first_token, sums.wait().float())
             for chunk, (own_sums, sums) in zip(chunks, returning, strict=True)
         ]
+        for chunk in chunks:
+            sent, received = sum(chunk.rows.send), sum(chunk.rows.receive)
+            group.statistics.count(
+                rows_sent=sent,
+                rows_received=received,
+                bytes_sent=hidden.shape[1] * (sent * hidden.element_size() + received * dtype.itemsize),
+                pairs_of_expert=chunk.groups.sizes,
+            )
         return torch.cat(outputs).to(hidden.dtype)
 
 
@@ -146,7 +154,6 @@ def plan_chunks(top_k_index: Tensor, group: ExpertGroup, num_chunks: int) -> lis
     of_experts = receive[:, :, :num_local].sum(dim=0)  # [chunks, L]
     sent, received, counts = _on_host(_pairs_and_rows(send), _pairs_and_rows(receive), of_experts)
 
-    offsets = of_experts.cumsum(dim=1, dtype=torch.int32)
     row = new.cumsum(0) - 1
     num_rows = sum(sent[rank][c][1] for rank in range(ep) for c in range(num_chunks))
     token_of_row = token.new_empty(num_rows).scatter_(0, row, token)
@@ -165,7 +172,7 @@ def plan_chunks(top_k_index: Tensor, group: ExpertGroup, num_chunks: int) -> lis
                 num_tokens=bounds[c + 1] - bounds[c],
                 rows=_splits(sent, received, c, 1, me),
                 pairs=_splits(sent, received, c, 0, me),
-                groups=RowGroups(offsets=offsets[c], counts=counts[c]),
+                groups=RowGroups.of(of_experts[c], counts[c]),
                 sent_tokens=_join(token_of_row, row_parts),
                 sent_pairs=_join(order, pair_parts),
                 headers=_join(header, pair_parts),
@@ -184,11 +191,12 @@ def _pairs_and_rows(counts: Tensor) -> Tensor:
 
 def _on_host(*tensors: Tensor) -> list[list]:
     """The values of integer tensors as nested lists, in one host sync."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    return [
-        part.view(tensor.shape).tolist()
-        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    ]
+    values = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
+
+    def nest(shape: tuple[int, ...]) -> list:
+        return [nest(shape[1:]) if len(shape) > 1 else next(values) for _ in range(shape[0])]
+
+    return [nest(tuple(tensor.shape)) for tensor in tensors]
 
 
 def _splits(sent: list[list[list[int]]], received: list[list[list[int]]], chunk: int, what: int, me: int) -> Splits:

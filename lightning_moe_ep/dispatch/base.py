@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe_ep.rows import RowGroups
+from lightning_moe_ep.rows import RoutingStatistics, RowGroups
+
+CombineDtype = Literal["auto", "float32", "input"]
+"""In which dtype experts' sums are sent: fp32, that of the activations, or what suits the dispatcher: `all_gather`,
+where the network adds them up, uses fp32; `all_to_all`, where each row is rounded once, the activations'."""
 
 
 class Experts(Protocol):
@@ -41,8 +45,10 @@ class ExpertGroup:
     num_experts: int
     """E, over the whole ep group."""
 
-    combine_dtype: torch.dtype | None = torch.float32
-    """The dtype in which partial outputs, and the gradients of tokens, are summed and sent. None: the activations'."""
+    combine_dtype: CombineDtype = "auto"
+
+    statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
+    """What dispatchers count as they go."""
 
     equal_tokens: bool = False
     """The user's promise that T is the same on all ranks of the group in every forward."""
@@ -61,6 +67,17 @@ class ExpertGroup:
     def first(self) -> int:
         """The global id of this rank's first expert."""
         return self.group.rank() * self.num_local
+
+    def sum_dtype(self, automatic: torch.dtype, *, hidden: torch.dtype) -> torch.dtype:
+        """The dtype in which experts' sums are sent, and the gradients of tokens with them.
+
+        Args:
+            automatic: what the dispatcher does by itself.
+            hidden: the activations' dtype.
+        """
+        if self.combine_dtype == "float32":
+            return torch.float32
+        return automatic if self.combine_dtype == "auto" else hidden
 
     def agree_on_tokens(self, num_tokens: int) -> list[int]:
         """T of every rank of the group. Host values only: the device is not asked."""
@@ -122,7 +139,13 @@ def dispatcher_class(name: str) -> type[Dispatcher]:
 
     Raises:
         ValueError: there is none; lists those that there are.
+        NotImplementedError: "deep_ep".
     """
+    if name == "deep_ep":
+        raise NotImplementedError(
+            "dispatcher='deep_ep' is not supported: DeepEP needs NVIDIA GPUs, which this version was not tried on;"
+            f" use one of {sorted(_DISPATCHERS)}, or register a dispatcher of your own under another name"
+        )
     if name not in _DISPATCHERS:
         raise ValueError(f"no dispatcher is named {name!r}; use one of {sorted(_DISPATCHERS)}")
     return _DISPATCHERS[name]

@@ -7,9 +7,11 @@ are expert parameters, rather than looking at names or at meshes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
+
+from lightning_moe_ep.rows import RoutingStatistics
 
 _ATTRIBUTE = "_spread_experts"
 
@@ -22,6 +24,9 @@ class SpreadExperts:
     num_experts: int
     ep: int
     first: int
+
+    statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
+    """What was routed, counted on the device; nothing at ep=1."""
 
     @property
     def num_local(self) -> int:

@@ -1,0 +1,157 @@
+"""What the benchmarks share: ranks, paired interleaved timing, and counting what is handed to the collectives.
+
+This is a measuring tool, not a test: it prints ratios of medians and never fails on a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> Any:
+    """Call `function(*args)` on `world` gloo ranks of one thread each; rank 0's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(world, folder, function, args), nprocs=world)
+        return torch.load(os.path.join(folder, "result"), weights_only=False)
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    result = function(*args)
+    if rank == 0:
+        torch.save(result, os.path.join(folder, "result"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def interleaved(variants: dict[str, Callable[[], Any]], *, runs: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds of each run of each variant, from a barrier before to a barrier after; all ranks call this.
+
+    One run of each variant is a round; the order rotates from round to round, so that drift and the neighbour's
+    leftovers hit all alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(warmup + runs):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            dist.barrier()
+            start = time.perf_counter()
+            variants[name]()
+            dist.barrier()
+            if number >= warmup:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> float:
+    """The median over rounds of ours / theirs."""
+    return round(statistics.median(a / b for a, b in zip(times[ours], times[theirs], strict=True)), 3)
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+
+
+@dataclass
+class Counts:
+    """What one run did."""
+
+    bytes_sent: int = 0
+    """Bytes that this rank handed to collectives for other ranks."""
+
+    messages: int = 0
+    """Collectives."""
+
+    host_syncs: int = 0
+    """Times that the host asked for a value of a device tensor."""
+
+
+_COLLECTIVES: dict[str, Callable[..., int]] = {
+    "all_gather_single": lambda out, rows, group=None, **_: (dist.get_world_size(group) - 1) * _bytes(rows),
+    "reduce_scatter_single": lambda out, rows, group=None, **_: _bytes(rows) - _bytes(out),
+    "all_reduce": lambda t, op=None, group=None, **_: (
+        2 * _bytes(t) * (dist.get_world_size(group) - 1) // dist.get_world_size(group)
+    ),
+    "all_to_all_single": lambda out, rows, receive=None, send=None, group=None, **_: _sent(rows, send, group),
+}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _sent(rows: Tensor, send: list[int] | None, group: dist.ProcessGroup | None) -> int:
+    size, me = dist.get_world_size(group), dist.get_rank(group)
+    per_row = _bytes(rows) // max(1, rows.shape[0])
+    return sum(n for r, n in enumerate(send or [rows.shape[0] // size] * size) if r != me) * per_row
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count collectives and host syncs inside. Values that a CPU group exchanged for the host are not syncs."""
+    counts = Counts()
+    originals: dict[tuple[Any, str], Any] = {}
+
+    def replace(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+    def counting(cost: Callable[..., int]) -> Callable[[Any], Any]:
+        def wrap(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                counts.bytes_sent += cost(*args, **kwargs)
+                counts.messages += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        return wrap
+
+    def syncing(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts.host_syncs += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    from lightning_moe_ep.dispatch import ExpertGroup
+
+    def hidden(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            syncs = counts.host_syncs
+            result = original(*args, **kwargs)
+            counts.host_syncs = syncs
+            return result
+
+        return call
+
+    for name, cost in _COLLECTIVES.items():
+        replace(dist, name, counting(cost))
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero", "cpu"):
+        replace(Tensor, name, syncing)
+    replace(ExpertGroup, "agree_on_tokens", hidden)
+    try:
+        yield counts
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
+def report(cases: list[dict[str, Any]]) -> None:
+    """Print the one JSON object that ends a benchmark's output."""
+    print(json.dumps({"cases": cases}))
