@@ -95,6 +95,8 @@ def parallelize(
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement([found.module for found in experts], meshes)
     for block in blocks:
+        if block in roots:
+            continue
         fully_shard(
             block,
             mesh=meshes.dense,
@@ -103,11 +105,12 @@ def parallelize(
             shard_placement_fn=placement,
         )
     for root in roots:
-        # None: a root keeps its own weights gathered until backward, which needs them first.
+        # None: a root keeps its own weights gathered until backward, which needs them first. A block is no less a block
+        # for being called from outside: where a LightningModule holds its blocks itself, all of them are roots.
         fully_shard(
             root,
             mesh=meshes.dense,
-            reshard_after_forward=None,
+            reshard_after_forward=reshard_after_forward if root in blocks else None,
             mp_policy=policy,
             shard_placement_fn=placement,
         )

@@ -352,6 +352,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         if self._save_distributed_checkpoint and storage_options is None:
             checkpoints.save_folder(path, checkpoint, is_global_zero=self.is_global_zero)
         else:
+            checkpoints.make_way_for_file(path, is_global_zero=self.is_global_zero)
             super().save_checkpoint(checkpoint, path, storage_options)
 
     @override

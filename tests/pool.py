@@ -60,6 +60,8 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
 def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, store: str) -> Any:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     os.environ.pop("PL_GLOBAL_SEED", None)
     torch.manual_seed(1000 + rank)  # unlike on each rank, unless the job seeds
@@ -70,6 +72,9 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: 
         return function(*args)
     finally:
         dist.destroy_process_group()
+        # DTensor keeps meshes in its caches, and takes one for another of equal shape whose groups are gone.
+        _clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
 
 
 class RankPool:

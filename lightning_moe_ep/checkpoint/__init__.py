@@ -5,7 +5,15 @@ from lightning_moe_ep.checkpoint.training import (
     full_optimizer_state,
     is_folder_checkpoint,
     load,
+    make_way_for_file,
     save_folder,
 )
 
-__all__ = ["full_model_state", "full_optimizer_state", "is_folder_checkpoint", "load", "save_folder"]
+__all__ = [
+    "full_model_state",
+    "full_optimizer_state",
+    "is_folder_checkpoint",
+    "load",
+    "make_way_for_file",
+    "save_folder",
+]

@@ -7,7 +7,9 @@ at any layout. It is the one place that imports Lightning's private checkpoint f
 
 from __future__ import annotations
 
+import os
 import shutil
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,10 +61,18 @@ def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool)
     if is_global_zero:
         torch.save(checkpoint, saving / _METADATA_FILENAME)
         _remove(old)
-        if path.exists():
+        if os.path.lexists(path):  # also a link that leads nowhere
             path.rename(old)
         saving.rename(path)
         _remove(old)
+
+
+def make_way_for_file(path: Path, *, is_global_zero: bool) -> None:
+    """Remove a checkpoint in the folder form where one in the file form is to be; every rank calls this."""
+    # lightning 2.6: on a shared disk all ranks would remove it at once, and fail where another was faster.
+    if is_global_zero and is_folder_checkpoint(path):
+        _remove(path)
+    dist.barrier()
 
 
 def _remove(path: Path) -> None:
@@ -101,11 +111,14 @@ def load(
             **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)},
         }
         return _load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
-    if not _is_full_checkpoint(path):
+    if not _is_full_checkpoint(path) or not zipfile.is_zipfile(path):
         raise ValueError(
-            f"{path} is not a checkpoint: neither a folder with {_METADATA_FILENAME} and shards, nor a file"
+            f"{path} is not a checkpoint: neither a folder with {_METADATA_FILENAME} and shards, nor a file that"
+            " torch.save wrote"
         )
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    if "state_dict" not in checkpoint:
+        raise ValueError(f"{path} is not a Trainer's checkpoint: it has no state_dict, but {list(checkpoint)[:5]}")
     _load_full_model_state(module, checkpoint.pop("state_dict"), strict=strict)
     states = checkpoint.pop("optimizer_states", [])
     if len(states) < len(optimizers):

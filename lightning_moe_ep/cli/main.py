@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 
 import lightning.pytorch as L
 import torch.distributed as dist
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_moe_ep  # noqa: F401  (registers the strategies)
@@ -19,6 +20,15 @@ from lightning_moe_ep.data import TextDataModule, bigram_loss
 
 BIGRAM_VOCABULARY = 4096
 """The largest vocabulary for which the bigram baseline is computed: its table grows with the square."""
+
+
+class SaveFitConfig(SaveConfigCallback):
+    """Keeps a fit's configuration in the run's folder; an evaluation there must not replace it with its own."""
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
 
 
 class MoECLI(LightningCLI):
@@ -40,14 +50,18 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log
         baseline = bigram_loss(datamodule.train_dataset, datamodule.val_dataset, datamodule.vocab_size)
         lines.append(f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte")
     if checkpoint:
-        config = next((a for a in sys.argv if a.endswith((".yaml", ".yml"))), "CONFIG.yaml")
-        command = f"lightning-moe-ep {{}} --config {shlex.quote(config)} --ckpt_path"
-        lines += [
-            f"Checkpoint: {checkpoint}",
-            "Next:",
-            f"  {command.format('validate')} {shlex.quote(checkpoint)}",
-            f"  {command.format('fit')} last --trainer.max_steps {2 * trainer.global_step}",
-        ]
+        lines.append(f"Checkpoint: {checkpoint}")
+    lines.append("Next:")
+    if checkpoint and log_dir:
+        # The saved configuration, because what was given on the command line is in it.
+        command = f"lightning-moe-ep {{}} --config {shlex.quote(str(Path(log_dir) / 'config.yaml'))} --ckpt_path"
+        more = (
+            f"--trainer.max_steps {2 * trainer.global_step}"
+            if trainer.max_steps != -1
+            else f"--trainer.max_epochs {2 * trainer.current_epoch}"
+        )
+        lines.append(f"  {command.format('validate')} {shlex.quote(checkpoint)}")
+        lines.append(f"  {command.format('fit')} last {more}")
     if log_dir:
         lines.append(f"  tensorboard --logdir {shlex.quote(log_dir)}")
     if (loss := trainer.callback_metrics.get("val_loss")) is not None:
@@ -64,6 +78,7 @@ def main(args: list[str] | None = None) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
+        save_config_callback=SaveFitConfig,
         # A run that goes on in the same folder writes its config there again.
         save_config_kwargs={"overwrite": True},
         args=args,

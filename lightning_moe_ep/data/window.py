@@ -101,7 +101,8 @@ def micro_batches_ahead(trainer: L.Trainer) -> int:
     # Lightning fetches ahead only when it does not know the length, so here `ready` is the number of batches
     # already taken, those before a restart in the middle of an epoch included.
     taken = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return max(1, min(window, int(trainer.num_training_batches) - taken))
+    # Counted from the start of the epoch, so a restart with another `accumulate_grad_batches` may be inside a window.
+    return max(1, min(window - taken % window, int(trainer.num_training_batches) - taken))
 
 
 def _mapping(batch: object) -> Mapping[str, Any]:

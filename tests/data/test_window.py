@@ -205,12 +205,11 @@ def _fit(loader: DataLoader[dict[str, Tensor]], folder: Path, ckpt_path: Path | 
     module = _Linear()
     trainer = L.Trainer(
         strategy=_WindowedStrategy(torch.device("cpu")),
-        accumulate_grad_batches=3,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, "max_epochs": 2, **options},
+        **{"accumulate_grad_batches": 3, "enable_checkpointing": False, "max_epochs": 2, **options},
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about too few workers, and about restarting inside an epoch
@@ -237,6 +236,15 @@ def test_a_restart_inside_an_epoch_cuts_its_last_window(tmp_path: Path) -> None:
     module = _fit(DataLoader(_Numbers(7)), tmp_path, tmp_path / "step=1.ckpt", max_epochs=1)
     # A DataLoader keeps no position: Lightning takes the 4 batches that are left from its beginning.
     assert module.windows == [SEVEN[:3], [(10**3, 2_000, 1)]]
+
+
+def test_a_restart_with_another_window_steps_where_the_trainer_does(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"callbacks": [keep], "enable_checkpointing": True, "accumulate_grad_batches": 2}
+    _fit(DataLoader(_Numbers(7)), tmp_path, max_epochs=1, **options)
+    module = _fit(DataLoader(_Numbers(7)), tmp_path, tmp_path / "step=1.ckpt", max_epochs=1)
+    # Two of the seven batches are behind it, and Lightning steps at the third, the sixth and the last.
+    assert module.windows == [[(1, 2, 1)], [(10**n, 2_220, 3) for n in (1, 2, 3)], [(10**4, 20_000, 1)]]
 
 
 def test_persistent_workers_outlive_a_fit(tmp_path: Path) -> None:

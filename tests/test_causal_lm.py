@@ -1,0 +1,282 @@
+"""`CausalLMModule` against plain torch on the same transformers model: loss, gradients, rates, sources, refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule
+from tests.models import FAMILIES
+from tests.parity import Probe, trainer, whole, worst
+from tests.pool import RankPool
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    **FAMILIES["qwen3_moe"],
+}
+
+Sizes = tuple[tuple[tuple[int, int], ...], ...]
+"""By rank and micro-batch: how many sequences of 8 tokens, and how many tokens of each have no label."""
+
+
+def make_batch(sequences: int, unlabelled: int, *, seed: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 96, (sequences, 8), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :unlabelled] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def batches(sizes: Sizes) -> list[list[dict[str, Tensor]]]:
+    return [
+        [make_batch(*size, seed=10 * rank + micro) for micro, size in enumerate(of_rank)]
+        for rank, of_rank in enumerate(sizes)
+    ]
+
+
+class Batches(L.LightningDataModule):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def train_dataloader(self) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return DataLoader(batches(self.sizes)[rank], batch_size=None)
+
+
+class Logged(L.Callback):
+    """What was logged after each batch that stepped."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.values):
+            self.values.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+
+
+def one_step(sizes: Sizes, ep: int, options: dict[str, Any]) -> tuple[dict, dict, dict]:
+    """On a rank: initial weights and gradients, whole, and what was logged."""
+    L.seed_everything(7, verbose=False)
+    probe, logged = Probe(), Logged()
+    module = CausalLMModule(**{"config": CONFIG, **options})
+    fitted = trainer(
+        MoEEPStrategy(ep=ep),
+        max_epochs=1,
+        accumulate_grad_batches=len(sizes[0]),
+        callbacks=[probe, logged],
+    )
+    fitted.fit(module, Batches(sizes))
+    return probe.initial, probe.gradients[0], logged.values[0]
+
+
+def right_answer(sizes: Sizes, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Plain torch: the gradient and the value of the mean over all tokens that have a label."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    model.set_experts_implementation("eager")
+    model.load_state_dict(weights)
+    sums, count = [], 0
+    for batch in (batch for of_rank in batches(sizes) for batch in of_rank if len(batch["input_ids"])):
+        log_probabilities = model(input_ids=batch["input_ids"]).logits.log_softmax(dim=-1)
+        for row, labels in zip(log_probabilities, batch["labels"].tolist(), strict=True):
+            for position, label in enumerate(labels[1:]):
+                if label != -100:
+                    sums.append(-row[position, label])
+                    count += 1
+    loss = torch.stack(sums).sum() / count
+    loss.backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return gradients, float(loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ep"),
+    [
+        ((((2, 0), (1, 3)), ((3, 5), (1, 7))), 2),
+        ((((2, 2),), ((1, 6),), ((4, 0),), ((1, 8),)), 2),
+        ((((0, 0), (2, 4)), ((3, 0), (0, 0))), 2),
+        ((((0, 0),), ((2, 4),)), 1),
+        ((((3, 1), (1, 5), (2, 0)),), 1),
+    ],
+    ids=["two micro-batches", "four ranks, one without labels", "empty batches", "empty at ep 1", "one rank"],
+)
+def test_the_loss_is_the_mean_over_all_tokens(ranks: RankPool, sizes: Sizes, ep: int) -> None:
+    results = ranks.run(one_step, sizes, ep, {}, world=len(sizes))
+    gradients, loss = right_answer(sizes, results[0][0])
+    for _, ours, logged in results:
+        error, name = worst(ours, gradients)
+        assert error < 1e-5, f"the gradient of {name} is off by {error:.1e}"
+        assert logged["train_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def _validation(sizes: Sizes) -> tuple[dict[str, Tensor], float]:
+    """On a rank: the weights and the validation loss, each rank with one batch."""
+    L.seed_everything(7, verbose=False)
+    module = CausalLMModule(CONFIG)
+    loader = DataLoader(batches(sizes)[dist.get_rank()], batch_size=None)
+    (result,) = trainer(MoEEPStrategy(ep=2)).validate(module, loader, verbose=False)
+    return whole(dict(module.model.named_parameters())), result["val_loss"]
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens(ranks: RankPool) -> None:
+    sizes = (((2, 0), (1, 3)), ((3, 5), (0, 0)))
+    (weights, ours), (_, theirs) = ranks.run(_validation, sizes, world=2)
+    assert ours == theirs == pytest.approx(right_answer(sizes, weights)[1], rel=1e-5)
+
+
+def _plain(max_steps: int, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+class Rates(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    rates = Rates()
+    module = CausalLMModule(CONFIG, learning_rate=0.1, warmup_steps=4, min_lr_ratio=0.2)
+    _plain(12, callbacks=[rates]).fit(module, Batches((((1, 0),) * 12,)))
+    assert rates.values[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    decay = [0.02 + 0.08 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert rates.values[4:] == pytest.approx(decay)
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)  # the step that was not taken
+
+
+def test_only_matrices_decay() -> None:
+    module = CausalLMModule(CONFIG, weight_decay=0.3, betas=(0.8, 0.9))
+    fitted = _plain(1)
+    fitted.fit(module, Batches((((1, 0),),)))
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    by_decay = {
+        group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in fitted.optimizers[0].param_groups
+    }
+    assert by_decay[0.0] == {name for name in names.values() if "norm" in name}
+    assert by_decay[0.3] == set(names.values()) - by_decay[0.0]
+    assert any("experts" in name for name in by_decay[0.3])
+    assert [group["betas"] for group in fitted.optimizers[0].param_groups] == [(0.8, 0.9)] * 2
+
+
+def test_an_open_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="the cosine decay needs an end: give the Trainer max_steps or max_epochs"):
+        _plain(-1, max_epochs=-1).fit(CausalLMModule(CONFIG), Batches((((1, 0),),)))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(folder)
+    return folder
+
+
+def test_a_pretrained_folder(ranks: RankPool, pretrained: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).state_dict()
+    for initial, *_ in ranks.run(one_step, (((1, 0),), ((1, 0),)), 2, _only_pretrained(pretrained), world=2):
+        assert initial.keys() == weights.keys()
+        assert all(torch.equal(initial[name], weights[name]) for name in weights)
+
+
+def _only_pretrained(folder: Path) -> dict[str, Any]:
+    return {"config": None, "pretrained": str(folder)}
+
+
+def test_a_pretrained_folder_under_plain_lightning(pretrained: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).state_dict()
+    module = CausalLMModule(pretrained=str(pretrained), learning_rate=0.0)
+    _plain(1).fit(module, Batches((((1, 0),),)))
+    assert all(torch.equal(value, weights[name]) for name, value in module.model.state_dict().items())
+
+
+def test_plain_lightning_learns_by_heart() -> None:
+    L.seed_everything(7, verbose=False)
+    logged = Logged()
+    module = CausalLMModule(CONFIG, learning_rate=3e-3, warmup_steps=1)
+    batch = make_batch(2, 0, seed=0)
+    _plain(30, callbacks=[logged]).fit(module, DataLoader([batch] * 30, batch_size=None))
+    assert logged.values[0]["train_loss"] > 4
+    assert logged.values[-1]["train_loss"] < 1
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> dict[str, str]:
+    """The arguments of a TextDataModule with a tokenizer of 32 ids."""
+    letters = [chr(97 + i) for i in range(26)]
+    vocab = {token: i for i, token in enumerate(["<end>", "<?>", *letters, "ab", "bc", "ca", "de"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("b", "c"), ("c", "a"), ("d", "e")], unk_token="<?>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", unk_token="<?>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text("abcabc dede " * 40)
+    return {
+        "paths": [str(tmp_path / "text")],
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+
+
+def test_text_and_a_tokenizer_end_to_end(text: dict[str, Any]) -> None:
+    L.seed_everything(7, verbose=False)
+    data = TextDataModule(**text, block_size=16, batch_size=4)
+    fitted = _plain(20, limit_val_batches=2, val_check_interval=20, check_val_every_n_epoch=None)
+    fitted.fit(CausalLMModule({**CONFIG, "vocab_size": 32}, learning_rate=3e-3, warmup_steps=1), data)
+    assert fitted.callback_metrics["val_loss"] < 1.5  # guessing is log 32 = 3.5
+    predicted = fitted.predict(fitted.lightning_module, data)
+    assert predicted[0].shape == (4, 16)
+
+
+def test_a_vocabulary_that_is_too_small(text: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match="the data has 32 token ids, but the model's vocab_size is 31; use the model's"
+    ):
+        _plain(1).fit(CausalLMModule({**CONFIG, "vocab_size": 31}), TextDataModule(**text, block_size=16))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ValueError, "give exactly one of config .* and pretrained"),
+        ({"config": CONFIG, "pretrained": "."}, ValueError, "give exactly one of config .* and pretrained"),
+        ({"config": {"vocab_size": 8}}, ValueError, "config needs a model_type, such as qwen3_moe"),
+        ({"pretrained": "nowhere"}, FileNotFoundError, "pretrained='nowhere' is not a folder; download the model"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        CausalLMModule(**options)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError), match=str(tmp_path)):
+        _plain(1).fit(CausalLMModule(pretrained=str(tmp_path)), Batches((((1, 0),),)))
