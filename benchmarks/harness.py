@@ -38,7 +38,9 @@ def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args
     dist.destroy_process_group()
 
 
-def interleaved(variants: dict[str, Callable[[], Any]], *, runs: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(
+    variants: dict[str, Callable[[], Any]], *, runs: int, warmup: int = 3, shift: int = 0
+) -> dict[str, list[float]]:
     """Milliseconds of each run of each variant, from a barrier before to a barrier after; all ranks call this.
 
     One run of each variant is a round; the order rotates from round to round, so that drift and the neighbour's
@@ -47,8 +49,8 @@ def interleaved(variants: dict[str, Callable[[], Any]], *, runs: int, warmup: in
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(warmup + runs):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        first = (number + shift) % len(names)
+        for name in names[first:] + names[:first]:
             dist.barrier()
             start = time.perf_counter()
             variants[name]()
