@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,14 +92,42 @@ class CountSyncs(TorchFunctionMode):
 class CountHiddenSyncs(TorchDispatchMode):
     """The syncs inside of torch's functions, such as that of `one_hot` without a number of classes."""
 
+    counts = True
+
     def __init__(self, syncs: list[str]) -> None:
         super().__init__()
         self.syncs = syncs
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := function.overloadpacket.__name__) in ATEN:
+        name = function.overloadpacket.__name__
+        asks = name in ATEN
+        if name == "index":
+            asks = any(part is not None and part.dtype == torch.bool for part in args[1])
+        if name == "repeat_interleave":
+            asks = (kwargs or {}).get("output_size") is None
+        if self.counts and asks:
             self.syncs.append(name)
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_in_backward() -> Iterator[list[str]]:
+    """Names each question to the device in a backward, which a function mode does not reach; all tensors count."""
+    syncs: list[str] = []
+
+    def counted(name: str, original: Callable) -> Callable:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            syncs.append(name)
+            with mock.patch.object(CountHiddenSyncs, "counts", False):
+                return original(*args, **kwargs)
+
+        return method
+
+    with ExitStack() as stack:
+        for name in TO_HOST & set(dir(Tensor)):
+            stack.enter_context(mock.patch.object(Tensor, name, counted(name, getattr(Tensor, name))))
+        stack.enter_context(CountHiddenSyncs(syncs))
+        yield syncs
 
 
 ASKING: dict[str, Callable[[Tensor], object]] = {
@@ -121,9 +151,9 @@ SILENT: dict[str, Callable[[Tensor], object]] = {
     "host": lambda t: torch.tensor([1, 2]).max().item(),
     "host from host": lambda t: torch.empty(2).fill_(1).view(2, 1).tolist(),
     "shapes": lambda t: t.shape[0] + len(t),
-    "index": lambda t: t[t.argsort()][1:],
+    "permutation": lambda t: t[t.argsort()][1:],
     "nonzero_static": lambda t: torch.nonzero_static(t, size=3),
-    "repeat_interleave": lambda t: torch.repeat_interleave(t, output_size=3),
+    "repeat_interleave of known size": lambda t: torch.repeat_interleave(t, output_size=3),
 }
 
 
@@ -146,19 +176,22 @@ def test_counter_takes_nothing_else_for_one(name: str) -> None:
 
 class _AsksInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, ask: Callable[[Tensor], object]) -> Tensor:
+        ctx.ask = ask
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad if grad.tolist() else grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.ask(torch.arange(grad.numel()))
+        return grad, None
 
 
-def test_counter_sees_a_question_in_backward() -> None:
-    output = _AsksInBackward.apply(torch.ones(3, requires_grad=True)).sum()
-    with CountSyncs() as counter:
-        torch.autograd.backward(output)
-    assert counter.syncs == ["tolist"]
+@pytest.mark.parametrize("name", [*ASKING, *SILENT])
+def test_counter_of_backward(name: str) -> None:
+    output = _AsksInBackward.apply(torch.ones(3, requires_grad=True), {**SILENT, **ASKING}[name]).sum()
+    with count_in_backward() as syncs:
+        output.backward()
+    assert bool(syncs) == (name in ASKING or name.startswith("host"))
 
 
 def _syncs(name: str, tokens: list[int]) -> tuple[list[str], list[str]]:
@@ -178,10 +211,10 @@ def _syncs(name: str, tokens: list[int]) -> tuple[list[str], list[str]]:
     with CountSyncs() as forward:
         output = dispatcher(hidden, index, weights, experts)
     loss = (output * 2).sum()
-    with CountSyncs() as backward:
-        torch.autograd.backward(loss)  # `loss.backward()` would itself be a function of the mode, and hide what is inside
+    with count_in_backward() as backward:
+        loss.backward()
     assert hidden.grad is not None and local.down_proj.grad is not None
-    return forward.syncs, backward.syncs
+    return forward.syncs, backward
 
 
 @pytest.mark.parametrize("tokens", [[16, 16], [3, 8], [0, 5]], ids=str)
