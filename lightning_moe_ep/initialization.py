@@ -175,7 +175,11 @@ def make_replicas_equal(model: nn.Module) -> list[str]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    values = tensor.double().nan_to_num().flatten()
-    if not values.numel():
-        return values.new_zeros(2)
-    return torch.stack([values.sum(), values.abs().sum()])
+    """The sums of the values, of their sizes, and of the values weighed by where they are, along each dimension."""
+    values = tensor.double().nan_to_num()
+    position = values.new_zeros(())
+    for dim, size in enumerate(values.shape):
+        others = [other for other in range(values.ndim) if other != dim]
+        marginal = values.sum(dim=others) if others else values
+        position += marginal @ torch.arange(1, size + 1, dtype=values.dtype, device=values.device)
+    return torch.stack([values.sum(), values.abs().sum(), position])
