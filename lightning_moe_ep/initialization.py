@@ -181,5 +181,6 @@ def _checksum(tensor: Tensor) -> Tensor:
     for dim, size in enumerate(values.shape):
         others = [other for other in range(values.ndim) if other != dim]
         marginal = values.sum(dim=others) if others else values
-        position += marginal @ torch.arange(1, size + 1, dtype=values.dtype, device=values.device)
+        # Roots, as whole weights would let whole values (the ids of a permutation) cancel.
+        position += marginal @ torch.arange(1, size + 1, dtype=values.dtype, device=values.device).sqrt()
     return torch.stack([values.sum(), values.abs().sum(), position])
