@@ -97,6 +97,8 @@ def parallelize(
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement([found.module for found in experts], meshes)
     for block in blocks:
+        if block in roots:
+            continue
         fully_shard(
             block,
             mesh=meshes.dense,
@@ -105,11 +107,12 @@ def parallelize(
             shard_placement_fn=placement,
         )
     for root in roots:
-        # None: a root keeps its own weights gathered until backward, which needs them first.
+        # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
+        # (a LightningModule that holds its layers in a list of its own) is one of many, and must not.
         fully_shard(
             root,
             mesh=meshes.dense,
-            reshard_after_forward=None,
+            reshard_after_forward=reshard_after_forward if root in blocks else None,
             mp_policy=policy,
             shard_placement_fn=placement,
         )
