@@ -85,7 +85,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         Raises:
             ValueError: ep or replicate below 1, or a dispatcher that is not registered.
         """
-        if ep != "auto" and (not isinstance(ep, int) or ep < 1):
+        if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
         if replicate < 1:
             raise ValueError(f"replicate={replicate} must be at least 1")
