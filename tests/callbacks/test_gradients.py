@@ -182,7 +182,9 @@ class SGD(CaseModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def _stepped(options: dict[str, Any], norm_type: float) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+def _stepped(
+    options: dict[str, Any], norm_type: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
     """The initial weights, by how much one step changed them, and the log."""
     initial, module = Initial(), SGD(CASE)
     fitted = _fit(module, initial, ExpertGradientCallback(norm_type=norm_type), **options)

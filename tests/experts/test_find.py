@@ -95,9 +95,7 @@ def _transposed() -> Stacked:
     [
         (
             # as in gpt_oss
-            Stacked(
-                gate_up_proj=(3, 2, 8), gate_up_proj_bias=(3, 8), down_proj=(3, 4, 2), down_proj_bias=(3, 2)
-            ),
+            Stacked(gate_up_proj=(3, 2, 8), gate_up_proj_bias=(3, 8), down_proj=(3, 4, 2), down_proj_bias=(3, 2)),
             "has the parameters down_proj, down_proj_bias, gate_up_proj, gate_up_proj_bias",
         ),
         (_transposed(), "stores transposed weights"),
