@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ def _initialisations(modules: dict[str, nn.Module], owner: str) -> Iterator[Call
         around = (modules[".".join(path[:upper])] for upper in range(length, -1, -1))
         pretrained = next((outer for outer in around if isinstance(outer, PreTrainedModel)), None)
         if pretrained is not None:
-            yield lambda model=pretrained, module=module: model._init_weights(module)
+            yield partial(pretrained._init_weights, module)
         elif reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
             yield reset
 

@@ -91,7 +91,7 @@ def parallelize(
             )
             compute = partial(compute_experts, found.module, computation=computation)
             forward = partial(make_dispatcher(group), experts=compute)
-        found.module.forward = forward  # type: ignore[method-assign]
+        found.module.forward = forward
 
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)

@@ -42,7 +42,7 @@ class FSDP2Precision(Precision):
             raise ValueError(
                 f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}"
             )
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
         self.clip_by_norm: Callable[[Optimizer, float], None] | None = None
         """Set by the strategy: clips the gradients of an optimizer across meshes."""
 
