@@ -480,10 +480,16 @@ def test_every_rank_of_the_world_gets_other_data(ranks: RankPool) -> None:
 class Scaled(CaseModule):
     """A parameter that sits on the LightningModule itself; each rank draws another one."""
 
+    def __init__(self, case: Case, by_hand: bool) -> None:
+        super().__init__(case)
+        self.by_hand = by_hand
+
     def configure_model(self) -> None:
         super().configure_model()
         self.scale = nn.Parameter(1 + torch.rand(HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())))
         self.unused = nn.Parameter(torch.ones(2))
+        if self.by_hand:
+            parallelize(self.model, self.trainer.strategy.meshes)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return _scaled_loss(self.model, self.scale, batch)
@@ -500,9 +506,9 @@ def _scaled_loss(model: nn.Module, scale: Tensor, batch: dict[str, Tensor]) -> T
     return loss_of(lambda x: model(x) * scale, batch)  # type: ignore[arg-type]
 
 
-def _scaled(case: Case, every: bool) -> dict[str, Any]:
-    module, probe = Scaled(case), Probe()
-    strategy = MoEEPStrategy(ep=case.ep, reduce_every_micro_batch=every)
+def _scaled(case: Case, mode: str) -> dict[str, Any]:
+    module, probe = Scaled(case, by_hand=mode == "parallelized by hand"), Probe()
+    strategy = MoEEPStrategy(ep=case.ep, reduce_every_micro_batch=mode == "reduce every micro-batch")
     _fit(module, probe, strategy=strategy, accumulate_grad_batches=len(case.tokens[0]))
     return {
         "initial": probe.initial,
@@ -514,11 +520,11 @@ def _scaled(case: Case, every: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["reduce once", "reduce every micro-batch"])
+@pytest.mark.parametrize("mode", ["reduce once", "reduce every micro-batch", "parallelized by hand"])
 @pytest.mark.parametrize("tokens", [((16,), (7,), (9,), (0,)), ((16, 5), (7, 8), (9, 0), (0, 3))], ids=str)
-def test_parameters_on_the_module_itself(ranks: RankPool, tokens: Any, every: bool) -> None:
+def test_parameters_on_the_module_itself(ranks: RankPool, tokens: Any, mode: str) -> None:
     case = Case(world=4, tokens=tokens)
-    found = ranks.run(_scaled, case, every, world=4)
+    found = ranks.run(_scaled, case, mode, world=4)
     ours = found[0]
     assert torch.equal(ours["scale"], 1 + torch.rand(HIDDEN, generator=torch.Generator().manual_seed(0)))
     for of_rank in found:
