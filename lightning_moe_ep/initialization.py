@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ def _initialisations(modules: dict[str, nn.Module], owner: str) -> Iterator[Call
         around = (modules[".".join(path[:upper])] for upper in range(length, -1, -1))
         pretrained = next((outer for outer in around if isinstance(outer, PreTrainedModel)), None)
         if pretrained is not None:
-            yield lambda model=pretrained, module=module: model._init_weights(module)
+            yield partial(pretrained._init_weights, module)
         elif reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
             yield reset
 
@@ -175,7 +176,12 @@ def make_replicas_equal(model: nn.Module) -> list[str]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    values = tensor.double().nan_to_num().flatten()
-    if not values.numel():
-        return values.new_zeros(2)
-    return torch.stack([values.sum(), values.abs().sum()])
+    """The sums of the values, of their sizes, and of the values weighed by where they are, along each dimension."""
+    values = tensor.double().nan_to_num()
+    position = values.new_zeros(())
+    for dim, size in enumerate(values.shape):
+        others = [other for other in range(values.ndim) if other != dim]
+        marginal = values.sum(dim=others) if others else values
+        # Roots, as whole weights would let whole values (the ids of a permutation) cancel.
+        position += marginal @ torch.arange(1, size + 1, dtype=values.dtype, device=values.device).sqrt()
+    return torch.stack([values.sum(), values.abs().sum(), position])

@@ -89,7 +89,7 @@ def parallelize(
             )
             compute = partial(compute_experts, found.module, computation=computation)
             forward = partial(make_dispatcher(group), experts=compute)
-        found.module.forward = forward  # type: ignore[method-assign]
+        found.module.forward = forward
 
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
@@ -105,8 +105,8 @@ def parallelize(
             shard_placement_fn=placement,
         )
     for root in roots:
-        # None: a root keeps its own weights gathered until backward, which needs them first. A block is no less a block
-        # for being called from outside: where a LightningModule holds its blocks itself, all of them are roots.
+        # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
+        # (a LightningModule that holds its layers in a list of its own) is one of many, and must not.
         fully_shard(
             root,
             mesh=meshes.dense,

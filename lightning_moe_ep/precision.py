@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -42,7 +42,7 @@ class FSDP2Precision(Precision):
             raise ValueError(
                 f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}"
             )
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
         self.clip_by_norm: Callable[[Optimizer, float], None] | None = None
         """Set by the strategy: clips the gradients of an optimizer across meshes."""
 
@@ -55,7 +55,7 @@ class FSDP2Precision(Precision):
         """
         if isinstance(plugin, cls):
             return plugin
-        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
             raise ValueError(
                 f"the precision plugin {type(plugin).__name__} is not supported with expert parallelism; leave it out"
                 f" and give the Trainer precision= one of {SUPPORTED}"

@@ -7,11 +7,11 @@ weights, gradients, checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as L
 import torch
@@ -86,7 +86,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         Raises:
             ValueError: ep or replicate below 1, or a dispatcher that is not registered.
         """
-        if ep != "auto" and (not isinstance(ep, int) or ep < 1):
+        if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
         if replicate < 1:
             raise ValueError(f"replicate={replicate} must be at least 1")
@@ -147,7 +147,7 @@ class MoEEPStrategy(ModelParallelStrategy):
     @override
     def precision_plugin(self) -> FSDP2Precision:
         plugin = FSDP2Precision.from_plugin(super().precision_plugin)
-        self._precision_plugin = plugin
+        self._precision_plugin: FSDP2Precision | None = plugin
         return plugin
 
     @precision_plugin.setter
@@ -217,7 +217,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         with self.root_device:  # not the meta device, which may be the default here
             self._parallelize()
         # Run again (validate after fit), it would put a new model in place of the trained one.
-        self.lightning_module.configure_model = _keep_model  # type: ignore[method-assign]
+        self.lightning_module.configure_model = _keep_model
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -314,7 +314,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         if count is None or not module.trainer.training:
             return dataloader
         return WindowedLoader(
-            dataloader,
+            cast(Iterable[Any], dataloader),
             count=count,
             accumulate=lambda: micro_batches_ahead(module.trainer),
             sum_over_world=self._sum_over_world,

@@ -52,7 +52,7 @@ class ExpertGradientCallback(L.Callback):
         self._expert_parameters: list[nn.Parameter] = []
         self._replicated_parameters: list[nn.Parameter] = []
         self._ep = 1
-        self._logged = False
+        self._logged: set[int] = set()
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -60,7 +60,7 @@ class ExpertGradientCallback(L.Callback):
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
         self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad]
-        self._logged = False
+        self._logged = set()
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -83,9 +83,10 @@ class ExpertGradientCallback(L.Callback):
             and trainer.gradient_clip_val
             and trainer.gradient_clip_algorithm != "value"
         )
-        if (self.log_grad_norm or self.error_if_nonfinite) and not clips_later and not self._logged:
+        logged = _first_parameter(optimizer) in self._logged
+        if (self.log_grad_norm or self.error_if_nonfinite) and not clips_later and not logged:
             self._norm(optimizer)
-        self._logged = False
+        self._logged.discard(_first_parameter(optimizer))
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scale the gradients of `optimizer`, across meshes, to a norm of at most `max_norm`.
@@ -115,10 +116,16 @@ class ExpertGradientCallback(L.Callback):
             module = self._trainer.lightning_module
             module.log("grad_norm", norm.total)
             module.log_dict({f"grad_norm/{name}": value for name, value in norm.parts.items()})
-            # In manual optimization the clip comes before the hook that would log it again.
-            self._logged = not module.automatic_optimization
+            # In manual optimization the clip comes before the hook that would log it again, clipped.
+            if not module.automatic_optimization:
+                self._logged.add(_first_parameter(optimizer))
         return norm
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _first_parameter(optimizer: Optimizer) -> int:
+    """Tells optimizers apart, also when Lightning has wrapped one."""
+    return id(optimizer.param_groups[0]["params"][0])

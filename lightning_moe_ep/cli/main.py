@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-import lightning_moe_ep  # noqa: F401  (registers the strategies)
 from lightning_moe_ep.data import TextDataModule, bigram_loss
 
 BIGRAM_VOCABULARY = 4096
