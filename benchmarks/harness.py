@@ -5,6 +5,7 @@ This is a measuring tool, not a test: it prints ratios of medians and never fail
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import statistics
@@ -83,14 +84,13 @@ class Counts:
     """Times that the host asked for a value of a device tensor."""
 
 
-_COLLECTIVES: dict[str, Callable[..., int]] = {
-    "all_gather_single": lambda out, rows, group=None, **_: (dist.get_world_size(group) - 1) * _bytes(rows),
-    "reduce_scatter_single": lambda out, rows, group=None, **_: _bytes(rows) - _bytes(out),
-    "all_reduce": lambda t, op=None, group=None, **_: (
-        2 * _bytes(t) * (dist.get_world_size(group) - 1) // dist.get_world_size(group)
-    ),
-    "all_to_all_single": lambda out, rows, receive=None, send=None, group=None, **_: _sent(rows, send, group),
+_COLLECTIVES: dict[str, Callable[[dict[str, Any], int], int]] = {
+    "all_gather_single": lambda a, size: (size - 1) * _bytes(a["input_tensor"]),
+    "reduce_scatter_single": lambda a, size: _bytes(a["input"]) * (size - 1) // size,
+    "all_reduce": lambda a, size: 2 * _bytes(a["tensor"]) * (size - 1) // size,
+    "all_to_all_single": lambda a, size: _sent(a["input"], a.get("input_split_sizes"), a.get("group")),
 }
+"""Bytes that a rank sends, from the call's arguments and the size of its group."""
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -113,10 +113,13 @@ def counted() -> Iterator[Counts]:
         originals[owner, name] = getattr(owner, name)
         setattr(owner, name, wrapper(getattr(owner, name)))
 
-    def counting(cost: Callable[..., int]) -> Callable[[Any], Any]:
+    def counting(cost: Callable[[dict[str, Any], int], int]) -> Callable[[Any], Any]:
         def wrap(original: Any) -> Any:
+            signature = inspect.signature(original)
+
             def call(*args: Any, **kwargs: Any) -> Any:
-                counts.bytes_sent += cost(*args, **kwargs)
+                arguments = signature.bind(*args, **kwargs).arguments
+                counts.bytes_sent += cost(arguments, dist.get_world_size(arguments.get("group")))
                 counts.messages += 1
                 return original(*args, **kwargs)
 

@@ -87,7 +87,7 @@ class _StartExchange(torch.autograd.Function):
         return exchange._forward.received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The incoming gradient is that of the received rows, sent already by `_WaitExchange`.
         received = ctx.exchange._backward.wait()
         ctx.exchange._backward = None
@@ -104,7 +104,7 @@ class _WaitExchange(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         exchange._backward = _Transfer(grad, exchange._splits.transposed(), exchange._group)
         return grad, None
@@ -141,7 +141,7 @@ class _ExchangeRouting(torch.autograd.Function):
         return _as_dtype(weight_bytes, weights.dtype), headers
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         return _Transfer(grad, ctx.splits.transposed(), ctx.group).wait(), None, None, None
 
 
@@ -169,7 +169,7 @@ class _AllGatherRows(torch.autograd.Function):
         return _gather(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _scatter(grad.to(ctx.reduce_dtype), ctx.group).to(ctx.dtype), None, None
 
 
@@ -180,5 +180,5 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _scatter(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None

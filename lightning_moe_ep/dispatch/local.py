@@ -42,7 +42,7 @@ class _TakeRows(torch.autograd.Function):
         return source.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None
@@ -56,7 +56,7 @@ class _WeightedSum(torch.autograd.Function):
         return total.index_add_(0, index, outputs.float() * weights.float().unsqueeze(1))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         outputs, weights, index = ctx.saved_tensors
         of_pairs = grad.index_select(0, index)
         weight_grad = (of_pairs * outputs.float()).sum(dim=1).to(weights.dtype)
