@@ -26,6 +26,7 @@ from lightning_moe_ep.experts import (
     compute_experts,
     find_experts,
     is_spread,
+    lone_expert_parameters,
     mark_spread,
 )
 from lightning_moe_ep.mesh import Meshes
@@ -75,8 +76,9 @@ def parallelize(
     blocks = list(find_blocks(model, experts))
     _check_shared_parameters(model, [*blocks, *roots])
 
+    policy = mp_policy or MixedPrecisionPolicy()
     for found in experts:
-        spread = _spread(found, meshes)
+        spread = _spread(found, meshes, by_fsdp=not _stay_whole(found.module, meshes, policy))
         forward = _local_forward(found)
         if meshes.host_ep_group is not None:
             group = ExpertGroup(
@@ -91,9 +93,9 @@ def parallelize(
             forward = partial(make_dispatcher(group), experts=compute)
         found.module.forward = forward
 
-    policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement([found.module for found in experts], meshes)
+    whole = set(lone_expert_parameters(model))
     for block in blocks:
         if block in roots:
             continue
@@ -103,6 +105,7 @@ def parallelize(
             reshard_after_forward=reshard_after_forward,
             mp_policy=inner_policy,
             shard_placement_fn=placement,
+            ignored_params=whole,
         )
     for root in roots:
         # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
@@ -113,6 +116,7 @@ def parallelize(
             reshard_after_forward=reshard_after_forward if root in blocks else None,
             mp_policy=policy,
             shard_placement_fn=placement,
+            ignored_params=whole,
         )
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
@@ -155,7 +159,17 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[
                 yield member
 
 
-def _spread(found: ExpertsModule, meshes: Meshes) -> SpreadExperts:
+def _stay_whole(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> bool:
+    """Whether FSDP2 has nothing to do for the experts' weights: no other rank has them, and no cast is asked for.
+
+    torch 2.13: at efsdp=1 it would copy the whole slice for each forward and backward, and its gradient once more.
+    """
+    layout = meshes.layout
+    alone = layout.ep > 1 and layout.efsdp == 1 and layout.replicate == 1
+    return alone and all(policy.param_dtype in (None, p.dtype) for p in module.parameters(recurse=False))
+
+
+def _spread(found: ExpertsModule, meshes: Meshes, *, by_fsdp: bool) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     ep, first = meshes.layout.ep, 0
     if ep > 1:
@@ -168,7 +182,7 @@ def _spread(found: ExpertsModule, meshes: Meshes) -> SpreadExperts:
             local = parameter.detach()[first : first + num_local].to(device, copy=True)
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    spread = SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first)
+    spread = SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first, by_fsdp=by_fsdp)
     mark_spread(found.module, spread)
     return spread
 

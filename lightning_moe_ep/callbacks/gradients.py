@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe_ep.experts import ep_size, expert_parameters
+from lightning_moe_ep.experts import ep_size, expert_parameters, lone_expert_parameters
 from lightning_moe_ep.gradients import (
     GradientNorm,
     average_gradients,
@@ -50,6 +50,7 @@ class ExpertGradientCallback(L.Callback):
         """Whether the coming backward reduces gradients; the strategy clears it while gradients accumulate."""
         self._trainer: L.Trainer | None = None
         self._expert_parameters: list[nn.Parameter] = []
+        self._lone_parameters: list[nn.Parameter] = []
         self._replicated_parameters: list[nn.Parameter] = []
         self._ep = 1
         self._logged: set[int] = set()
@@ -59,22 +60,26 @@ class ExpertGradientCallback(L.Callback):
         self._trainer = trainer
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
+        self._lone_parameters = lone_expert_parameters(pl_module)
         self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad]
         self._logged = set()
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self.reduces and self._ep > 1:
+        if self._ep > 1:
             # What earlier backwards left is scaled already, and will be once more after this one.
-            scale_gradients(self._expert_parameters, float(self._ep))
+            scale_gradients(self._written_by_backward(), float(self._ep))
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.reduces:
-            return
         if self._ep > 1:
-            scale_gradients(self._expert_parameters, 1.0 / self._ep)
-        average_gradients(self._replicated_parameters, dist.group.WORLD)
+            scale_gradients(self._written_by_backward(), 1.0 / self._ep)
+        if self.reduces:
+            average_gradients(self._replicated_parameters, dist.group.WORLD)
+
+    def _written_by_backward(self) -> list[nn.Parameter]:
+        """The expert parameters whose gradients this backward adds to."""
+        return self._expert_parameters if self.reduces else self._lone_parameters
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:

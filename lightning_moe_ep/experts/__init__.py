@@ -8,6 +8,7 @@ from lightning_moe_ep.experts.spread import (
     ep_size,
     expert_parameters,
     is_spread,
+    lone_expert_parameters,
     mark_spread,
     spread_experts,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "expert_parameters",
     "find_experts",
     "is_spread",
+    "lone_expert_parameters",
     "mark_spread",
     "spread_experts",
 ]

@@ -25,6 +25,9 @@ class SpreadExperts:
     ep: int
     first: int
 
+    by_fsdp: bool
+    """Whether FSDP2 manages the experts' weights; if not, each rank holds its experts whole, and no other has them."""
+
     statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
     """What was routed, counted on the device; nothing at ep=1."""
 
@@ -52,6 +55,13 @@ def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all experts modules that `parallelize` has been over (as sharded by FSDP2, between steps)."""
     return [parameter for module, _ in spread_experts(model) for parameter in module.parameters(recurse=False)]
+
+
+def lone_expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of them that FSDP2 does not manage: a backward writes their gradients whether it reduces or not."""
+    return [
+        p for module, spread in spread_experts(model) if not spread.by_fsdp for p in module.parameters(recurse=False)
+    ]
 
 
 def ep_size(model: nn.Module) -> int:
