@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ def parallelize(
     meshes.layout.check_experts({found.name: found.num_experts for found in experts})
     make_dispatcher = dispatcher_class(dispatcher)
     roots = list(roots) if roots is not None else [model]
-    blocks = list(find_blocks(model, experts))
+    sequences = find_blocks(model, experts)
+    blocks = [block for sequence in sequences for block in sequence]
     _check_shared_parameters(model, [*blocks, *roots])
 
     policy = mp_policy or MixedPrecisionPolicy()
@@ -120,6 +122,19 @@ def parallelize(
         )
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
+    if meshes.layout.fsdp > 1:
+        for sequence in sequences:
+            _prefetch([block for block in sequence if block not in roots])
+
+
+def _prefetch(blocks: Sequence[nn.Module]) -> None:
+    """Gather the next block's weights before a block runs.
+
+    The host waits once in each experts layer, for the counts, and so cannot issue the next gather early by itself.
+    A block that is a root shares nothing with the others, and cannot be prefetched.
+    """
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -140,10 +155,13 @@ def top_level_modules(parent: nn.Module) -> list[nn.Module]:
     return found
 
 
-def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[nn.Module]:
+def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> list[list[nn.Module]]:
     """The transformer blocks: members of the innermost ModuleList (else ModuleDict or Sequential) around experts.
 
-    The members beside those with experts count too (the dense layers of a mixed model). Inner ones come first.
+    The members beside those with experts count too (the dense layers of a mixed model).
+
+    Returns:
+        The blocks of each container, in its order; inner containers come first.
     """
     containers: dict[str, nn.Module] = {}
     for found in experts:
@@ -153,10 +171,15 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[
         lists = [(name, m) for name, m in around if isinstance(m, nn.ModuleList)]
         others = [(name, m) for name, m in around if isinstance(m, _CONTAINERS)]
         containers.update((lists or others)[:1])
-    for _, container in sorted(containers.items(), key=lambda item: -item[0].count(".")):
-        for member in container.children():
-            if next(member.parameters(), None) is not None and not isinstance(member, nn.ModuleList | nn.ModuleDict):
-                yield member
+    inner_first = sorted(containers, key=lambda name: -name.count("."))
+    return [
+        [
+            member
+            for member in containers[name].children()
+            if next(member.parameters(), None) is not None and not isinstance(member, nn.ModuleList | nn.ModuleDict)
+        ]
+        for name in inner_first
+    ]
 
 
 def _stay_whole(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> bool:

@@ -69,7 +69,8 @@ class MoEEPStrategy(ModelParallelStrategy):
             replicate: Number of copies of the whole sharded model, as in hybrid-sharded data parallelism.
             dispatcher: How tokens reach their experts: "all_gather", "all_to_all", "overlapped", "auto" (the cheaper
                 of the first two by a cost model), or the name of a registered dispatcher.
-            computation: How experts compute: "grouped_mm", "loop", or "auto" for grouped_mm where sizes admit it.
+            computation: How experts compute: "grouped_mm", "loop", "native" (the module's own forward: transformers'
+                `experts_implementation`), or "auto" for grouped_mm where sizes admit it.
             combine_dtype: The dtype in which experts' sums are sent: "float32", that of the "input", or "auto":
                 float32 where the network adds them up (all_gather), else that of the input.
             equal_tokens: Promise that all ranks have equally many tokens in every forward; saves a small exchange

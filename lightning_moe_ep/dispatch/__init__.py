@@ -11,6 +11,8 @@ from lightning_moe_ep.dispatch.base import (
     dispatcher_class,
     register_dispatcher,
 )
+from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from lightning_moe_ep.dispatch.local import run_experts
 from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
 
 __all__ = [
@@ -22,6 +24,9 @@ __all__ = [
     "ExpertGroup",
     "Experts",
     "OverlappedDispatcher",
+    "all_gather_rows",
     "dispatcher_class",
+    "reduce_scatter_rows",
     "register_dispatcher",
+    "run_experts",
 ]

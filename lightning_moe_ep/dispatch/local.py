@@ -59,5 +59,5 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         outputs, weights, index = ctx.saved_tensors
         of_pairs = grad.index_select(0, index)
-        weight_grad = (of_pairs * outputs.float()).sum(dim=1).to(weights.dtype)
-        return (of_pairs * weights.float().unsqueeze(1)).to(outputs.dtype), weight_grad, None, None
+        weight_grad = torch.linalg.vecdot(of_pairs, outputs.float()).to(weights.dtype)
+        return of_pairs.mul_(weights.float().unsqueeze(1)).to(outputs.dtype), weight_grad, None, None

@@ -1,11 +1,13 @@
 """What an expert computes: rows sorted by expert in, their outputs out.
 
-Two interchangeable ways: `grouped_mm`, one kernel for all experts, and `loop`, the readable reference. Both give every
+Interchangeable ways: `grouped_mm`, one kernel for all experts; `loop`, the readable reference; `native`, the module's
+own forward, which for transformers' experts is whatever kernel their `experts_implementation` names. Each gives every
 weight of this rank a gradient, zero for an expert that got no row.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_moe_ep.rows import RowGroups
 
-Computation = Literal["auto", "grouped_mm", "loop"]
+Computation = Literal["auto", "grouped_mm", "loop", "native"]
 
 ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
@@ -29,7 +31,7 @@ def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, compu
             with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
         rows: `[R, H]`, sorted by expert; R may be 0.
         groups: which rows belong to which expert.
-        computation: `auto` is grouped_mm wherever the sizes admit it.
+        computation: `auto` is grouped_mm wherever the sizes admit it, else loop.
 
     Returns:
         `[R, H]` in the dtype of `rows`.
@@ -37,6 +39,8 @@ def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, compu
     Raises:
         ValueError: grouped_mm was asked for with sizes that it does not take.
     """
+    if computation == "native" and len(rows):
+        return _native(module, rows, groups)
     gate_up, down = _local(module.gate_up_proj), _local(module.down_proj)
     inputs = rows.to(gate_up.dtype)
     if _use_grouped_mm(gate_up, down, computation):
@@ -54,12 +58,24 @@ def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, compu
     return outputs.to(rows.dtype)
 
 
+def _native(module: nn.Module, rows: Tensor, groups: RowGroups) -> Tensor:
+    """The module's own forward on rows that each have one expert, with weight 1."""
+    # A shallow copy that has this rank's experts as plain tensors, and knows only of them.
+    local = copy.copy(module)
+    local._parameters = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        object.__setattr__(local, name, _local(parameter))  # a plain attribute, whatever subclass it is
+    num_local = local.num_experts = len(groups.counts)
+    index = torch.arange(num_local, device=rows.device).repeat_interleave(groups.sizes, output_size=len(rows))
+    return type(module).forward(local, rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
+
+
 def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _use_grouped_mm(gate_up: Tensor, down: Tensor, computation: Computation) -> bool:
-    if computation == "loop":
+    if computation in ("loop", "native"):  # native comes here when there are no rows
         return False
     misfits = [size for size in (gate_up.shape[2], down.shape[2]) if size * gate_up.element_size() % ALIGNMENT]
     if misfits and computation == "grouped_mm":

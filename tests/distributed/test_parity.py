@@ -48,6 +48,7 @@ ODD = {
     "K is E": Case(model={"num_experts": 4, "top_k": 4}, world=4, ep=4),
     "sizes that grouped_mm does not take": Case(model={"intermediate_size": 5}),
     "loop": Case(strategy={"computation": "loop"}, world=4, ep=2),
+    "native": Case(strategy={"computation": "native"}, world=4, ep=2),
     "grouped_mm": Case(strategy={"computation": "grouped_mm"}, world=4, ep=2),
     "combine in the input's dtype": Case(strategy={"combine_dtype": "input"}),
     "promised equal tokens": Case(strategy={"equal_tokens": True}),
@@ -80,6 +81,9 @@ def test_odd_sizes(ranks: RankPool, name: str, dispatcher: str) -> None:
         Case(kind="qwen3_moe", tokens=((8,), (24,), (40,), (16,)), world=4, ep=2),
         Case(kind="mixtral", tokens=((8, 24), (16, 8)), steps=2, clip=0.1),
         Case(kind="olmoe", tokens=((64,), (8,)), ep=1),
+        Case(kind="qwen3_moe", strategy={"computation": "native"}),
+        Case(kind="mixtral", strategy={"computation": "native"}, model={"experts_implementation": "eager"}),
+        Case(kind="olmoe", strategy={"computation": "native"}, model={"experts_implementation": "batched_mm"}),
     ],
     ids=lambda case: f"{case.kind}-{case.tokens}",
 )
