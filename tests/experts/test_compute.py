@@ -15,7 +15,7 @@ EXPERTS = 4
 
 
 def _groups(counts: list[int]) -> RowGroups:
-    return RowGroups.of(torch.tensor(counts).cumsum(0, dtype=torch.int32), counts)
+    return RowGroups.of(torch.tensor(counts), counts)
 
 
 def _by_definition(module: GroupedExperts, rows: Tensor, counts: list[int]) -> Tensor:
