@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> Any:
@@ -103,6 +105,21 @@ def _sent(rows: Tensor, send: list[int] | None, group: dist.ProcessGroup | None)
     return sum(n for r, n in enumerate(send or [rows.shape[0] // size] * size) if r != me) * per_row
 
 
+class _FunctionalCollectives(TorchDispatchMode):
+    """Counts the functional all-to-all, which transformers uses and which does not go by `torch.distributed`."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            rows, _, send, group = args
+            self.counts.bytes_sent += _sent(rows, send, _resolve_process_group(group))
+            self.counts.messages += 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def counted() -> Iterator[Counts]:
     """Count collectives and host syncs inside. Values that a CPU group exchanged for the host are not syncs."""
@@ -151,7 +168,8 @@ def counted() -> Iterator[Counts]:
         replace(Tensor, name, syncing)
     replace(ExpertGroup, "agree_on_tokens", hidden)
     try:
-        yield counts
+        with _FunctionalCollectives(counts):
+            yield counts
     finally:
         for (owner, name), original in originals.items():
             setattr(owner, name, original)
