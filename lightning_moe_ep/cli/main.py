@@ -6,7 +6,9 @@ bigram model of the same data reaches, and what to type next.
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,7 +55,7 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log
     lines.append("Next:")
     if checkpoint and log_dir:
         # The saved configuration, because what was given on the command line is in it.
-        command = f"lightning-moe-ep {{}} --config {shlex.quote(str(Path(log_dir) / 'config.yaml'))} --ckpt_path"
+        command = f"{_typed()} {{}} --config {shlex.quote(str(Path(log_dir) / 'config.yaml'))} --ckpt_path"
         more = (
             f"--trainer.max_steps {2 * trainer.global_step}"
             if trainer.max_steps != -1
@@ -62,11 +64,22 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log
         lines.append(f"  {command.format('validate')} {shlex.quote(checkpoint)}")
         lines.append(f"  {command.format('fit')} last {more}")
     if log_dir:
-        lines.append(f"  tensorboard --logdir {shlex.quote(log_dir)}")
+        lines.append(f"  {_typed('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(log_dir)}")
     if (loss := trainer.callback_metrics.get("val_loss")) is not None:
         bytes_per_token = datamodule.val_bytes_per_token if isinstance(datamodule, TextDataModule) else 1.0
         lines.append(f"val_loss={float(loss) / bytes_per_token:.3f}")
     return lines
+
+
+def _typed(name: str = "lightning-moe-ep", module: str = "lightning_moe_ep") -> str:
+    """What to type for a command of this environment, which may not be the active one."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m {module}"
+    program = program.with_name(name)
+    if (found := shutil.which(program.name)) and Path(found).samefile(program):
+        return program.name
+    return shlex.quote(os.path.relpath(program))
 
 
 def main(args: list[str] | None = None) -> None:

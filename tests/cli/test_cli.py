@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_moe_ep.cli.main import main
+from lightning_moe_ep.cli.main import _typed, main
 from tests.cli.processes import QUICKSTART, run_python
 
 LESS = shlex.split(
@@ -31,9 +31,9 @@ class Ran:
     output: Path
 
     def next_command(self, name: str) -> list[str]:
-        """The printed `lightning-moe-ep NAME ...` as arguments for Python."""
+        """The printed `python -m lightning_moe_ep NAME ...` as arguments for Python."""
         section = self.printed[self.printed.index("\nNext:\n") :]
-        (line,) = re.findall(rf"^  lightning-moe-ep ({name} .*)$", section, flags=re.MULTILINE)
+        (line,) = re.findall(rf"^  \S+ -m lightning_moe_ep ({name} .*)$", section, flags=re.MULTILINE)
         return ["-m", "lightning_moe_ep", *shlex.split(line)]
 
 
@@ -148,3 +148,19 @@ def test_help(tmp_path: Path) -> None:
     (printed,) = run_python(["-m", "lightning_moe_ep", "--help"], cwd=tmp_path)
     for command in ("fit", "validate", "test", "predict"):
         assert re.search(rf"^ +{command} ", printed, flags=re.MULTILINE)
+
+
+def test_what_to_type_is_found_where_the_environment_is_not_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ".venv" / "bin" / "lightning-moe-ep"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script)])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert _typed() == ".venv/bin/lightning-moe-ep"
+    assert _typed("tensorboard", "tensorboard.main") == ".venv/bin/tensorboard"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert _typed() == "lightning-moe-ep"
