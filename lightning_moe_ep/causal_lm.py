@@ -97,18 +97,6 @@ class CausalLMModule(L.LightningModule):
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         return self.model(**inputs, use_cache=False)
 
-    @override
-    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
-        """Put one sequence without labels in place of an empty batch, which transformers' attention does not take.
-
-        The rank then takes part in every collective, and its loss is a zero that is connected to the graph.
-        """
-        if self.trainer.predicting or batch["input_ids"].shape[0]:
-            return batch
-        ids = batch["input_ids"].new_zeros(1, max(2, batch["input_ids"].shape[1]))
-        labels = torch.full_like(ids, IGNORED_LABEL)
-        return {**batch, "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
         """How many tokens of the batch have a label to predict; asked before the batch goes to the device."""
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
@@ -120,6 +108,7 @@ class CausalLMModule(L.LightningModule):
         `MoEEPStrategy` puts the label tokens of the whole accumulation window, over the world, into the batch as
         `num_items_in_batch`; under another strategy the mean is over the batch's own tokens.
         """
+        batch = _never_empty(batch)
         output = self(batch)
         total, tokens = _summed_loss(output.logits, batch["labels"])
         accumulated = self.trainer.accumulate_grad_batches
@@ -141,12 +130,14 @@ class CausalLMModule(L.LightningModule):
 
     @override
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        batch = _never_empty(batch)
         total, tokens = _summed_loss(self(batch).logits, batch["labels"])
         self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
         self.log("val_loss", self.val_loss, prog_bar=True)
 
     @override
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        batch = _never_empty(batch)
         total, tokens = _summed_loss(self(batch).logits, batch["labels"])
         self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
         self.log("test_loss", self.val_loss)
@@ -181,6 +172,19 @@ class CausalLMModule(L.LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _never_empty(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put one sequence without labels in place of an empty batch, which transformers' attention does not take.
+
+    The rank then takes part in every collective, and its loss is a zero that is connected to the graph.
+    """
+    if batch["input_ids"].shape[0]:
+        return batch
+    ids = batch["input_ids"].new_zeros(1, max(2, batch["input_ids"].shape[1]))
+    labels = torch.full_like(ids, IGNORED_LABEL)
+    others = {key: value for key, value in batch.items() if key != "position_ids"}
+    return {**others, "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
