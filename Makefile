@@ -13,7 +13,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,dev,bench]"
 	touch $(READY)
 
 # Two ranks on two cores: one thread a rank.

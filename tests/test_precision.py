@@ -157,8 +157,11 @@ def _error(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["own", "qwen3_moe"])
-def test_bf16_gradients_are_as_good_as_those_of_one_process(ranks: RankPool, kind: str, world: int) -> None:
-    case = Case(kind=kind, world=world, precision="bf16-mixed")
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "three_chunks"])
+def test_bf16_gradients_are_as_good_as_those_of_one_process(
+    ranks: RankPool, kind: str, world: int, dispatcher: str
+) -> None:
+    case = Case(kind=kind, world=world, precision="bf16-mixed", strategy={"dispatcher": dispatcher})
     initial, ours = ranks.run(train, case, world=world)[0]
     right = oracle.answer(case.kind, case.model, initial, case.batches())
     bf16 = oracle.answer(case.kind, case.model, initial, case.batches(), dtype=torch.bfloat16)

@@ -1,0 +1,47 @@
+"""The benchmarks run and report what they say they do. Their times are not judged here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import dispatch, scale, step
+from benchmarks.harness import on_ranks
+
+
+def test_dispatch() -> None:
+    case = on_ranks(dispatch.measure, 2, 2, 64, 32, 2)
+    assert case.keys() == {"median_ms", "bytes_sent", "host_syncs", "best", "ratios"}
+    assert case["median_ms"].keys() == case["bytes_sent"].keys() == case["host_syncs"].keys()
+    assert case["ratios"].keys() == {"auto/pairwise", "auto/same_work", "auto/best"}
+    assert all(case["host_syncs"][name] == 1 for name in dispatch.DISPATCHERS)
+    assert case["bytes_sent"]["same_work"] == 0
+    assert 3 < case["bytes_sent"]["pairwise"] / case["bytes_sent"]["all_to_all"] < 4.1  # 4 pairs a row, less routing
+
+
+def test_step() -> None:
+    case = on_ranks(step.measure, 2, 2, 2, True, 1)
+    ours = {f"lightning_moe_ep[{name}]" for name in step.DISPATCHERS}
+    assert case["median_ms"].keys() == {*ours, "transformers", "fsdp2", "loop"}
+    assert case["memory_mib"].keys() == case["bytes_sent"].keys() == {*ours, "transformers", "fsdp2"}
+    assert case["memory_mib"]["lightning_moe_ep[auto]"] < case["memory_mib"]["transformers"]
+    assert case["bytes_sent"]["lightning_moe_ep[auto]"] < case["bytes_sent"]["transformers"]
+
+
+def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: the fake process group is taken down again."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr("sys.argv", ["scale", "--worlds", "8", "16", "--ep", "8", "--tokens", "64"])
+    try:
+        scale.main()
+    finally:
+        dist.destroy_process_group()
+    cases = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
+    assert len(cases) == 2 * len(scale.MODELS)
+    for one_node, two_nodes in zip(cases[::2], cases[1::2], strict=True):
+        assert one_node["dispatch_gb"] == two_nodes["dispatch_gb"]  # at a fixed ep it does not grow with the world
+        assert one_node["weights_gb"]["inter_node"] == 0 < two_nodes["weights_gb"]["inter_node"]
+        sent = {name: of["intra_node"] for name, of in one_node["dispatch_gb"].items()}
+        assert sent["all_to_all"] < sent["all_gather"]
