@@ -142,8 +142,12 @@ def _initialisations(modules: dict[str, nn.Module], owner: str) -> Iterator[Call
             yield reset
 
 
-def make_replicas_equal(model: nn.Module) -> list[str]:
+def make_replicas_equal(model: nn.Module, *, device: torch.device) -> list[str]:
     """Check that a model that each rank built for real is the same everywhere, and send rank 0's where it is not.
+
+    Args:
+        model: may be on another device than the process group's.
+        device: the process group's, which what is compared and sent goes through.
 
     Returns:
         The names of the parameters and buffers that differed; the same on every rank.
@@ -165,13 +169,15 @@ def make_replicas_equal(model: nn.Module) -> list[str]:
         )
     if not tensors:
         return []
-    sums = torch.stack([_checksum(tensor.detach()) for tensor in tensors.values()])
+    sums = torch.stack([_checksum(tensor.detach()).to(device) for tensor in tensors.values()])
     lowest, highest = sums.clone(), sums
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     differing = [name for name, same in zip(tensors, (lowest == highest).all(dim=1).tolist(), strict=True) if not same]
     for name in differing:
-        dist.broadcast(tensors[name].detach(), src=0)
+        sent = tensors[name].detach().to(device)
+        dist.broadcast(sent, src=0)
+        tensors[name].detach().copy_(sent)
     return differing
 
 

@@ -237,7 +237,7 @@ class MoEEPStrategy(ModelParallelStrategy):
             )
             rank_zero_info(f"ep='auto': {ep} ranks share one set of experts")
             self._build_meshes(ep)
-        if differing := make_replicas_equal(module):
+        if differing := make_replicas_equal(module, device=self.root_device):
             rank_zero_warn(
                 f"{len(differing)} parameter(s) and buffer(s) differed between ranks, {differing[0]} first; rank 0's"
                 " were sent to all. Call seed_everything, or build the model in configure_model, to avoid it"

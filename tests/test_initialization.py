@@ -225,7 +225,7 @@ def _unequal(what: str) -> list[str]:
         model.weight.data[:] = torch.tensor([1.0, 0.0, 2.0])
     if dist.get_rank() == 1 and what == "shape":
         model = nn.BatchNorm1d(4)
-    differing = make_replicas_equal(model)
+    differing = make_replicas_equal(model, device=torch.device("cpu"))
     return [*differing, model.running_mean.tolist(), model.weight.tolist()]
 
 
