@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_moe_ep.rows import RowGroups
 
+GROUPED_MM_CAPABILITY = (8, 0)
+"""The oldest CUDA devices that have a grouped_mm kernel (torch 2.13)."""
+
 Computation = Literal["auto", "grouped_mm", "loop", "native"]
 
 ALIGNMENT = 16
@@ -31,7 +34,7 @@ def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, compu
             with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
         rows: `[R, H]`, sorted by expert; R may be 0.
         groups: which rows belong to which expert.
-        computation: `auto` is grouped_mm wherever the sizes admit it, else loop.
+        computation: `auto` is grouped_mm wherever the sizes and the device admit it, else loop.
 
     Returns:
         `[R, H]` in the dtype of `rows`.
@@ -43,7 +46,7 @@ def compute_experts(module: nn.Module, rows: Tensor, groups: RowGroups, *, compu
         return _native(module, rows, groups)
     gate_up, down = _local(module.gate_up_proj), _local(module.down_proj)
     inputs = rows.to(gate_up.dtype)
-    if _use_grouped_mm(gate_up, down, computation):
+    if _use_grouped_mm(gate_up, down, computation) and len(rows):
         hidden = module._apply_gate(F.grouped_mm(inputs, gate_up.transpose(-2, -1), offs=groups.offsets))
         outputs = F.grouped_mm(hidden, down.transpose(-2, -1), offs=groups.offsets)
     else:
@@ -83,4 +86,5 @@ def _use_grouped_mm(gate_up: Tensor, down: Tensor, computation: Computation) -> 
             f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={gate_up.shape[2]},"
             f" I={down.shape[2]} in {gate_up.dtype} do not; use computation='loop' or 'auto'"
         )
-    return not misfits
+    too_old = gate_up.is_cuda and torch.cuda.get_device_capability(gate_up.device) < GROUPED_MM_CAPABILITY
+    return not misfits and not (too_old and computation == "auto")
