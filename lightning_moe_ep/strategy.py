@@ -188,7 +188,7 @@ class MoEEPStrategy(ModelParallelStrategy):
     def _build_meshes(self, ep: int) -> None:
         assert self.lightning_module is not None
         layout = Layout.for_world(self.world_size, ep=ep, replicate=self.replicate)
-        self._meshes = build_meshes(layout, self.root_device.type)
+        self._meshes = build_meshes(layout, self.root_device.type, timeout=self._timeout)
         self._device_mesh = self._meshes.expert or self._meshes.dense
         self.lightning_module._device_mesh = self._device_mesh
 
