@@ -74,14 +74,15 @@ class CausalLMModule(L.LightningModule):
         else:
             config = AutoConfig.for_model(**self.hparams.config)
             # A strategy that makes the initial weights itself needs no more than the shapes.
-            on_meta = getattr(self.trainer.strategy, "materializes_meta", False)
+            on_meta = self._trainer is not None and getattr(self.trainer.strategy, "materializes_meta", False)
             with torch.device("meta" if on_meta else self.device):
                 self.model = AutoModelForCausalLM.from_config(config)
         self.model.train()
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", 0)
+        # There is no trainer in `load_from_checkpoint`.
+        needed = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", 0)
         assert self.model is not None
         available = self.model.config.get_text_config().vocab_size
         if needed > available:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Private; read at torch 2.13.0. A test fails when it moves.
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_moe_ep.layout import Layout
 
@@ -57,11 +61,16 @@ class Meshes:
                     yield name, mesh.get_group(name)
 
 
-_BUILT: dict[tuple[Layout, str, dist.ProcessGroup | None], Meshes] = {}
+_BUILT: dict[tuple[Layout, str, timedelta | None, dist.ProcessGroup | None], Meshes] = {}
 
 
-def build_meshes(layout: Layout, device_type: str) -> Meshes:
+def build_meshes(layout: Layout, device_type: str, *, timeout: timedelta | None = None) -> Meshes:
     """Build the meshes of `layout` for the initialised process group; the same layout again gives the same meshes.
+
+    Args:
+        layout: its sizes.
+        device_type: where the training's tensors are.
+        timeout: how long a collective over one of the groups may take; None: torch's default.
 
     Raises:
         RuntimeError: no process group, or a collective over one of the groups failed (the message names the group).
@@ -71,15 +80,15 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         raise RuntimeError("build_meshes needs an initialised process group; call torch.distributed.init_process_group")
     if dist.get_world_size() != layout.world:
         raise ValueError(f"the layout {layout} is for {layout.world} ranks, but the world has {dist.get_world_size()}")
-    key = (layout, device_type, dist.group.WORLD)
+    key = (layout, device_type, timeout, dist.group.WORLD)
     if key not in _BUILT:
-        for stale in [other for other in _BUILT if other[2] is not dist.group.WORLD]:
+        for stale in [other for other in _BUILT if other[-1] is not dist.group.WORLD]:
             del _BUILT[stale]
-        _BUILT[key] = _build(layout, device_type)
+        _BUILT[key] = _build(layout, device_type, timeout)
     return _BUILT[key]
 
 
-def _build(layout: Layout, device_type: str) -> Meshes:
+def _build(layout: Layout, device_type: str, timeout: timedelta | None) -> Meshes:
     replicas = (("replicate", layout.replicate),) if layout.replicate > 1 else ()
 
     def mesh_of(*dims: tuple[str, int]) -> DeviceMesh:
@@ -93,11 +102,15 @@ def _build(layout: Layout, device_type: str) -> Meshes:
         host_ep_group = _host_group(layout.world, layout.ep)
     host_group = _host_group(layout.world, layout.world)
     meshes = Meshes(layout=layout, dense=dense, expert=expert, host_group=host_group, host_ep_group=host_ep_group)
-    for name, group in meshes.groups():
-        warm_up(name, group, device_type)
-    warm_up("world (host)", host_group, "cpu")
+    groups = [(name, group, device_type) for name, group in meshes.groups()]
+    groups.append(("world (host)", host_group, "cpu"))
     if host_ep_group is not None:
-        warm_up("ep (host)", host_ep_group, "cpu")
+        groups.append(("ep (host)", host_ep_group, "cpu"))
+    for name, group, device in groups:
+        # A group does not take over the timeout of the world's.
+        if timeout is not None and dist.get_backend(group) != "fake":
+            _set_pg_timeout(timeout, group)
+        warm_up(name, group, device)
     return meshes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +65,10 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
-        ValueError: ep does not divide the number of experts, the model is parallel already, or a parameter is shared
-            between modules that FSDP2 would shard apart.
+        ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
+            between modules that FSDP2 would shard apart, or an option has a value that there is not.
     """
+    check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
     experts = find_experts(model)
     for found in experts:
         if is_spread(found.module):
@@ -125,6 +127,22 @@ def parallelize(
     if meshes.layout.fsdp > 1:
         for sequence in sequences:
             _prefetch([block for block in sequence if block not in roots])
+
+
+def check_options(*, dispatcher: str, computation: str, combine_dtype: str) -> None:
+    """Check what is chosen by name, so that a misspelt one does not stand for another.
+
+    Raises:
+        ValueError: there is no such dispatcher, computation or combine_dtype; lists those that there are.
+        NotImplementedError: a dispatcher that is not supported.
+    """
+    dispatcher_class(dispatcher)
+    for name, value, choices in (
+        ("computation", computation, get_args(Computation)),
+        ("combine_dtype", combine_dtype, get_args(CombineDtype)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not known; use one of {list(choices)}")
 
 
 def _prefetch(blocks: Sequence[nn.Module]) -> None:

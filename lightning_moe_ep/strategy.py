@@ -34,13 +34,13 @@ from typing_extensions import override
 from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
-from lightning_moe_ep.dispatch import CombineDtype, dispatcher_class
+from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, find_experts, spread_experts
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes
-from lightning_moe_ep.parallelize import fsdp_modules, parallelize, top_level_modules
+from lightning_moe_ep.parallelize import check_options, fsdp_modules, parallelize, top_level_modules
 from lightning_moe_ep.precision import FSDP2Precision
 
 
@@ -85,13 +85,14 @@ class MoEEPStrategy(ModelParallelStrategy):
             timeout: How long a collective may take.
 
         Raises:
-            ValueError: ep or replicate below 1, or a dispatcher that is not registered.
+            ValueError: ep or replicate is not a positive integer, or there is no such dispatcher, computation or
+                combine_dtype.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
-        if replicate < 1:
-            raise ValueError(f"replicate={replicate} must be at least 1")
-        dispatcher_class(dispatcher)
+        if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
+            raise ValueError(f"replicate={replicate!r} must be a number of copies, at least 1")
+        check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -179,11 +180,15 @@ class MoEEPStrategy(ModelParallelStrategy):
         if self.ep != "auto":
             self._build_meshes(self.ep)
         self._put_gradient_callback_first()
+        # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
+        trainer = self.lightning_module.trainer
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
 
     def _build_meshes(self, ep: int) -> None:
         assert self.lightning_module is not None
         layout = Layout.for_world(self.world_size, ep=ep, replicate=self.replicate)
-        self._meshes = build_meshes(layout, self.root_device.type)
+        self._meshes = build_meshes(layout, self.root_device.type, timeout=self._timeout)
         self._device_mesh = self._meshes.expert or self._meshes.dense
         self.lightning_module._device_mesh = self._device_mesh
 

@@ -217,6 +217,22 @@ def test_a_pretrained_folder_under_plain_lightning(pretrained: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in module.model.state_dict().items())
 
 
+def test_load_from_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "c.ckpt"
+    for weights in ranks.run(_saved, str(path), world=2):
+        loaded = CausalLMModule.load_from_checkpoint(path, weights_only=False)
+        assert loaded.state_dict().keys() == weights.keys()
+        assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+
+
+def _saved(path: str) -> dict[str, Tensor]:
+    module = CausalLMModule(CONFIG)
+    fitted = trainer(MoEEPStrategy(ep=2, save_distributed_checkpoint=False), max_steps=1)
+    fitted.fit(module, Batches((((1, 0),), ((1, 0),))))
+    fitted.save_checkpoint(path)
+    return whole(dict(module.named_parameters()))
+
+
 def test_plain_lightning_learns_by_heart() -> None:
     L.seed_everything(7, verbose=False)
     logged = Logged()

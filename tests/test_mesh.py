@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -34,6 +35,18 @@ def _sum_over_host_ep_group() -> int:
 
 def test_host_ep_group_carries_cpu_tensors_of_its_ranks_only(ranks: RankPool) -> None:
     assert ranks.run(_sum_over_host_ep_group, world=4) == [1, 1, 5, 5]
+
+
+def _timeouts() -> list[str]:
+    """On a rank: the groups, each with how many seconds a collective over it may take."""
+    meshes = build_meshes(LAYOUT, "cpu", timeout=timedelta(seconds=11))
+    groups = [*meshes.groups(), ("host", meshes.host_group), ("host ep", meshes.host_ep_group)]
+    backends = [(name, group._get_backend(torch.device("cpu"))) for name, group in groups]
+    return [f"{name} {backend.options._timeout.total_seconds():.0f}" for name, backend in backends]
+
+
+def test_every_group_has_the_timeout(ranks: RankPool) -> None:
+    assert ranks.run(_timeouts, world=4) == [["fsdp 11", "efsdp 11", "ep 11", "host 11", "host ep 11"]] * 4
 
 
 def _host_group_of_nccl() -> list[str | None]:

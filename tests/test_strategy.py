@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
@@ -92,7 +93,13 @@ def test_config_is_checked_when_it_is_parsed(options: dict[str, Any]) -> None:
         ({"ep": "all"}, "ep='all' must be a positive number of ranks, or 'auto'"),
         ({"ep": 2.0}, "ep=2.0 must be a positive number of ranks, or 'auto'"),
         ({"ep": True}, "ep=True must be a positive number of ranks, or 'auto'"),
-        ({"replicate": 0}, "replicate=0 must be at least 1"),
+        ({"replicate": 0}, "replicate=0 must be a number of copies, at least 1"),
+        ({"replicate": 2.0}, "replicate=2.0 must be a number of copies, at least 1"),
+        (
+            {"computation": "lop"},
+            r"computation='lop' is not known; use one of \['auto', 'grouped_mm', 'loop', 'native'\]",
+        ),
+        ({"combine_dtype": torch.float32}, "combine_dtype=torch.float32 is not known; use one of .*'float32'"),
         ({"dispatcher": "pigeon"}, r"no dispatcher is named 'pigeon'; use one of \['all_gather'"),
     ],
     ids=str,
@@ -388,6 +395,20 @@ def test_fit_validate_fit_loses_nothing(ranks: RankPool) -> None:
     assert worst(after_two, straight)[0] < moved
 
 
+def _validate_then_fit() -> bool:
+    module = Counts(Case())
+    fitting = trainer(MoEEPStrategy(ep=2), max_epochs=1)
+    # Lightning evaluates in inference mode on all backends but gloo.
+    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False):
+        fitting.validate(module, verbose=False)
+        fitting.fit(module)
+    return fitting.global_step == 1
+
+
+def test_fit_after_validating_in_inference_mode(ranks: RankPool) -> None:
+    assert all(ranks.run(_validate_then_fit, world=2))
+
+
 def _second_trainer(first: int, second: Any) -> tuple[str | None, bool]:
     """The error of fitting a module of ep=`first` by a strategy of ep=`second`, and that its weights are kept."""
     module = CaseModule(Case())
@@ -539,6 +560,33 @@ def test_parameters_on_the_module_itself(ranks: RankPool, tokens: Any, mode: str
     assert worst({**ours["gradients"], "scale": ours["scale gradient"]}, {**right, "scale": scale.grad})[0] < 1e-5
     norm = torch.cat([g.flatten() for g in (*right.values(), scale.grad)]).norm()
     assert ours["norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+class Released(Scaled):
+    """The parameters on the module are frozen at first, and released after the first step."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale.requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.scale.requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _released(case: Case) -> tuple[Tensor, Tensor]:
+    module = Released(case, by_hand=False)
+    _fit(module)
+    return module.first_scale, module.scale.detach()
+
+
+def test_a_parameter_on_the_module_that_is_released_later(ranks: RankPool) -> None:
+    (first, final), (_, other) = ranks.run(_released, Case(steps=2, tokens=((16,), (7,))), world=2)
+    assert not torch.equal(first, final)
+    assert torch.equal(final, other)
 
 
 class Frozen(CaseModule):

@@ -61,7 +61,7 @@ class ExpertGradientCallback(L.Callback):
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
         self._lone_parameters = lone_expert_parameters(pl_module)
-        self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p) and p.requires_grad]
+        self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p)]
         self._logged = set()
 
     @override
@@ -75,7 +75,9 @@ class ExpertGradientCallback(L.Callback):
         if self._ep > 1:
             scale_gradients(self._written_by_backward(), 1.0 / self._ep)
         if self.reduces:
-            average_gradients(self._replicated_parameters, dist.group.WORLD)
+            # Asked anew each time: a parameter may be frozen or released in the course of a fit.
+            trained = [parameter for parameter in self._replicated_parameters if parameter.requires_grad]
+            average_gradients(trained, dist.group.WORLD)
 
     def _written_by_backward(self) -> list[nn.Parameter]:
         """The expert parameters whose gradients this backward adds to."""

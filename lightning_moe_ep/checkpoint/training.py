@@ -101,6 +101,14 @@ def load(
         ValueError: `path` is no checkpoint.
         KeyError: optimizer state is wanted, but the checkpoint has none.
     """
+    # What hyperparameters often hold. Lightning has no way to ask a sharding strategy for more than weights_only.
+    with torch.serialization.safe_globals([type(Path())]):
+        return _load(path, module, optimizers, strict=strict, weights_only=weights_only)
+
+
+def _load(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
     if _is_sharded_checkpoint(path):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]

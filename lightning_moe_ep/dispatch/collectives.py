@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
@@ -87,6 +88,7 @@ class _StartExchange(torch.autograd.Function):
         return exchange._forward.received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The incoming gradient is that of the received rows, sent already by `_WaitExchange`.
         received = ctx.exchange._backward.wait()
@@ -104,6 +106,7 @@ class _WaitExchange(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         exchange._backward = _Transfer(grad, exchange._splits.transposed(), exchange._group)
@@ -141,6 +144,7 @@ class _ExchangeRouting(torch.autograd.Function):
         return _as_dtype(weight_bytes, weights.dtype), headers
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         return _Transfer(grad, ctx.splits.transposed(), ctx.group).wait(), None, None, None
 
@@ -169,6 +173,7 @@ class _AllGatherRows(torch.autograd.Function):
         return _gather(rows, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _scatter(grad.to(ctx.reduce_dtype), ctx.group).to(ctx.dtype), None, None
 
@@ -180,5 +185,6 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _scatter(rows, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_moe_ep.dispatch.base import Experts
 from lightning_moe_ep.rows import RowGroups
@@ -42,6 +43,7 @@ class _TakeRows(torch.autograd.Function):
         return source.index_select(0, index)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
@@ -56,6 +58,7 @@ class _WeightedSum(torch.autograd.Function):
         return total.index_add_(0, index, outputs.float() * weights.float().unsqueeze(1))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         outputs, weights, index = ctx.saved_tensors
         of_pairs = grad.index_select(0, index)

@@ -53,7 +53,12 @@ def gradient_norm(
         raise ValueError(f"norm_type={norm_type} must be positive, or inf")
     largest = math.isinf(norm_type)
     sums = torch.stack([_local_sum(parameters, norm_type, group.size(), device) for parameters in parts.values()])
+    if largest:
+        # The maximum over ranks may pass over a NaN (gloo's does, by rank order): what is NaN travels beside it.
+        sums = torch.stack([sums.nan_to_num(nan=0.0, posinf=math.inf), sums.isnan().to(sums.dtype)])
     dist.all_reduce(sums, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    if largest:
+        sums = sums[0].masked_fill(sums[1] > 0, math.nan)
     total = sums.max() if largest else sums.sum().pow(1 / norm_type)
     norms = sums if largest else sums.pow(1 / norm_type)
     return GradientNorm(total=total.float(), parts=dict(zip(parts, norms.float().unbind(), strict=True)))

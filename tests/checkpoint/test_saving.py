@@ -141,9 +141,9 @@ def test_validate_from_a_checkpoint_after_fit(ranks: RankPool, tmp_path: Path, f
 @forms
 def test_hyperparameters(ranks: RankPool, tmp_path: Path, form: str) -> None:
     path = tmp_path / "c.ckpt"
-    hparams = {"a_list": [1, 2.5], "a_dict": {"text": "x", "nothing": None}}
+    hparams = {"a_list": [1, 2.5], "a_dict": {"text": "x", "nothing": None}, "a_path": Path("data/text")}
     on(ranks, Run(EP2, form, max_steps=1, save=str(path), hparams=hparams))
-    kept = torch.load(path / "meta.pt" if path.is_dir() else path)["hyper_parameters"]
+    kept = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)["hyper_parameters"]
     assert kept == {"model": "even", "optimizer": "adamw", **hparams}
     assert on(ranks, Run(EP2, form, max_steps=2, resume=str(path)))[0].global_step == 2
 

@@ -173,6 +173,28 @@ def test_nan_does_not_spread_to_other_ranks(ranks: RankPool, dispatcher: str) ->
     assert ranks.run(nan_beside, dispatcher, world=2) == [False, True]
 
 
+def second_derivative(name: str) -> str:
+    """On a rank: what becomes of a gradient's gradient."""
+    group = group_of(4)
+    module = GroupedExperts(8, 8, group.num_local)
+    hidden = torch.randn(3, 8, requires_grad=True)
+    output = dispatcher_class(name)(group)(
+        hidden, torch.tensor([[0, 3]] * 3), torch.ones(3, 2), partial(compute_experts, module, computation="loop")
+    )
+    try:
+        (grad,) = torch.autograd.grad(output.pow(2).sum(), hidden, create_graph=True)
+        grad.pow(2).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "a number"
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all"])
+def test_a_second_derivative_is_refused(ranks: RankPool, dispatcher: str) -> None:
+    for message in ranks.run(second_derivative, dispatcher, world=2):
+        assert "once_differentiable" in message
+
+
 def recompute(name: str) -> tuple[int, int]:
     """On a rank: forwards and pairs counted when activation checkpointing recomputes the layer."""
     group = group_of(4)

@@ -51,6 +51,20 @@ def test_no_gradient_at_all(ranks: RankPool, norm_type: float) -> None:
     assert ranks.run(_nothing, norm_type, world=2) == [{"total": 0.0, "dense": 0.0, "experts": 0.0}] * 2
 
 
+def _nan_on(rank: int, norm_type: float) -> dict[str, float]:
+    grad = torch.tensor([math.nan if dist.get_rank() == rank else 1.0, -2.0])
+    mesh = init_device_mesh("cpu", (4,))
+    return _norm({"dense": [_plain(torch.ones(1))], "experts": [_parameter(grad, mesh, [Shard(0)], (8,))]}, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("rank", range(4))
+def test_nan_on_one_rank_is_seen_on_all(ranks: RankPool, rank: int, norm_type: float) -> None:
+    for norm in ranks.run(_nan_on, rank, norm_type, world=4):
+        assert math.isnan(norm["total"]) and math.isnan(norm["experts"])
+        assert norm["dense"] == 1.0
+
+
 def _one_shard(norm_type: float) -> dict[str, float]:
     """A gradient of one row over two ranks: rank 1 holds none of it."""
     mesh = init_device_mesh("cpu", (2,))
