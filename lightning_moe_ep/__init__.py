@@ -5,7 +5,7 @@ import logging
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
-from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher
+from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
 from lightning_moe_ep.experts import GroupedExperts, MoELayer, SharedExpert, TopKRouter, spread_experts
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
@@ -31,6 +31,7 @@ __all__ = [
     "materialize",
     "parallelize",
     "register_dispatcher",
+    "remember_routing",
     "spread_experts",
 ]
 

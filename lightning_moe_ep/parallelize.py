@@ -30,7 +30,9 @@ from lightning_moe_ep.experts import (
     is_spread,
     lone_expert_parameters,
     mark_spread,
+    spread_experts,
 )
+from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes
 from lightning_moe_ep.rows import no_rows
 
@@ -82,7 +84,7 @@ def parallelize(
 
     policy = mp_policy or MixedPrecisionPolicy()
     for found in experts:
-        spread = _spread(found, meshes, by_fsdp=not _stay_whole(found.module, meshes, policy))
+        spread = _spread(found, meshes, policy)
         forward = _local_forward(found)
         if meshes.host_ep_group is not None:
             group = ExpertGroup(
@@ -143,6 +145,25 @@ def check_options(*, dispatcher: str, computation: str, combine_dtype: str) -> N
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not known; use one of {list(choices)}")
+
+
+def check_parallelized(model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy) -> None:
+    """Check that a model that is parallel already is so as a strategy would have it.
+
+    Raises:
+        ValueError: its experts are spread over another ep, or were given another precision.
+    """
+    for _, spread in spread_experts(model):
+        if spread.ep != layout.ep:
+            raise ValueError(
+                f"the experts of {spread.name} are spread over ep={spread.ep} already, but this strategy has"
+                f" ep={layout.ep}; use the same ep, or build the model anew and load a checkpoint"
+            )
+        if spread.mp_policy != policy:
+            raise ValueError(
+                f"the experts of {spread.name} were parallelized with {spread.mp_policy}, but the Trainer's precision"
+                f" asks for {policy}; call `self.trainer.strategy.parallelize(model)`, which passes it on"
+            )
 
 
 def _prefetch(blocks: Sequence[nn.Module]) -> None:
@@ -210,8 +231,9 @@ def _stay_whole(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy)
     return alone and all(policy.param_dtype in (None, p.dtype) for p in module.parameters(recurse=False))
 
 
-def _spread(found: ExpertsModule, meshes: Meshes, *, by_fsdp: bool) -> SpreadExperts:
+def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
+    by_fsdp = not _stay_whole(found.module, meshes, policy)
     ep, first = meshes.layout.ep, 0
     if ep > 1:
         mesh = meshes.ep_mesh
@@ -223,7 +245,9 @@ def _spread(found: ExpertsModule, meshes: Meshes, *, by_fsdp: bool) -> SpreadExp
             local = parameter.detach()[first : first + num_local].to(device, copy=True)
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    spread = SpreadExperts(name=found.name, num_experts=found.num_experts, ep=ep, first=first, by_fsdp=by_fsdp)
+    spread = SpreadExperts(
+        name=found.name, num_experts=found.num_experts, ep=ep, first=first, mp_policy=policy, by_fsdp=by_fsdp
+    )
     mark_spread(found.module, spread)
     return spread
 

@@ -7,7 +7,7 @@ weights, gradients, checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +35,18 @@ from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.experts import Computation, find_experts, spread_experts
+from lightning_moe_ep.experts import Computation, ep_size, find_experts
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes
-from lightning_moe_ep.parallelize import check_options, fsdp_modules, parallelize, top_level_modules
+from lightning_moe_ep.parallelize import (
+    check_options,
+    check_parallelized,
+    fsdp_modules,
+    parallelize,
+    top_level_modules,
+)
 from lightning_moe_ep.precision import FSDP2Precision
 
 
@@ -137,6 +143,16 @@ class MoEEPStrategy(ModelParallelStrategy):
                 else "there are no meshes before the processes are set up"
             )
         return self._meshes
+
+    def parallelize(self, model: nn.Module, *, roots: Sequence[nn.Module] | None = None) -> None:
+        """`parallelize` with this strategy's meshes, precision and options, for a module's own `configure_model`.
+
+        Args:
+            model: a plain model; afterwards it is spread and sharded.
+            roots: the modules that are called from outside, if `model` itself is not.
+        """
+        policy = self.precision_plugin.policy
+        parallelize(model, self.meshes, mp_policy=policy, roots=roots, **self.parallelize_options)
 
     @property
     def materializes_meta(self) -> bool:
@@ -252,23 +268,12 @@ class MoEEPStrategy(ModelParallelStrategy):
         )
         if real:
             rank_zero_info(f"The model was built whole on each rank ({real / 2**20:,.0f} MiB) and is cut from there")
-        parallelize(
-            module,
-            self.meshes,
-            mp_policy=self.precision_plugin.policy,
-            roots=top_level_modules(module),
-            **self.parallelize_options,
-        )
+        self.parallelize(module, roots=top_level_modules(module))
 
     def _check_layout_of(self, module: nn.Module) -> None:
-        for _, spread in spread_experts(module):
-            if self.ep == "auto" and self._meshes is None:
-                self._build_meshes(spread.ep)
-            if spread.ep != self.layout.ep:
-                raise ValueError(
-                    f"the experts of {spread.name} are spread over ep={spread.ep} already, but this strategy has"
-                    f" ep={self.layout.ep}; use the same ep, or build the model anew and load a checkpoint"
-                )
+        if self.ep == "auto" and self._meshes is None:
+            self._build_meshes(ep_size(module))
+        check_parallelized(module, self.layout, self.precision_plugin.policy)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -384,15 +389,6 @@ def _keep_model() -> None:
 
 def register_strategies() -> None:
     """Make `Trainer(strategy="moe_ep")` and `"moe_ep_1"` to `"moe_ep_64"` work."""
-    StrategyRegistry.register(
-        "moe_ep", MoEEPStrategy, description="Expert parallelism with FSDP2, ep='auto'", override=True
-    )
-    for power in range(7):
-        ep = 2**power
-        StrategyRegistry.register(
-            f"moe_ep_{ep}",
-            MoEEPStrategy,
-            description=f"Expert parallelism with FSDP2, ep={ep}",
-            override=True,
-            ep=ep,
-        )
+    for name, ep in [("moe_ep", "auto"), *((f"moe_ep_{2**power}", 2**power) for power in range(7))]:
+        description = f"Expert parallelism with FSDP2, ep={ep}"
+        StrategyRegistry.register(name, MoEEPStrategy, description=description, override=True, ep=ep)

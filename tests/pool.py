@@ -96,6 +96,10 @@ class RankPool:
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks-{rank}"
 
+    def _stacks(self, rank: int) -> str:
+        file = self._stack_file(rank)
+        return file.read_text() if file.exists() else "not started yet"
+
     def run(self, function: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60) -> list[Any]:
         """Call a module-level `function(*args)` on `world` ranks; returns each rank's result, in rank order.
 
@@ -117,8 +121,8 @@ class RankPool:
             if failed and not ready:  # the others wait for the one that failed
                 break
             if not ready:
-                stacks = "\n".join(f"--- rank {r}\n{self._stack_file(r).read_text()}" for r in waiting.values())
                 self.close()
+                stacks = "\n".join(f"--- rank {r}\n{self._stacks(r)}" for r in waiting.values())
                 raise RankError(f"rank(s) {sorted(waiting.values())} did not end within {timeout} s\n{stacks}")
             for pipe in ready:
                 rank = waiting.pop(pipe)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_moe_ep import MoEEPStrategy, parallelize
+from lightning_moe_ep import GroupedExperts, MoEEPStrategy, parallelize
 from lightning_moe_ep.experts import NoExpertsError, expert_parameters, spread_experts
 from tests.models import ADAM_EPS, HIDDEN, Block, OwnModel, build, loss_of, make_batch
 from tests.oracle import answer, reference_model
@@ -667,3 +667,41 @@ def test_ep_1_is_plain_fsdp2_bit_for_bit(ranks: RankPool, kind: str) -> None:
         assert losses == right_losses
         assert weights.keys() == right_weights.keys()
         assert all(torch.equal(weights[name], right_weights[name]) for name in weights)
+
+
+class _ByHand(CaseModule):
+    """Parallelizes its model itself, by the function or by the strategy's method."""
+
+    def __init__(self, case: Case, *, by_strategy: bool) -> None:
+        super().__init__(case)
+        self.by_strategy = by_strategy
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.by_strategy:
+            self.trainer.strategy.parallelize(self.model)
+        else:
+            parallelize(self.model, self.trainer.strategy.meshes)
+
+
+def _fit_by_hand(by_strategy: bool) -> str:
+    L.seed_everything(7, verbose=False)
+    seen = []
+    module = _ByHand(Case(), by_strategy=by_strategy)
+    try:
+        fit = trainer(MoEEPStrategy(ep=2), max_steps=1, precision="bf16-mixed")
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda m, args, out: seen.append(out.dtype) if isinstance(m, GroupedExperts) else None
+        )
+        fit.fit(module)
+        handle.remove()
+    except ValueError as error:
+        return str(error)
+    return str(set(seen))
+
+
+def test_parallelizing_by_hand_keeps_the_precision_of_the_trainer(ranks: RankPool) -> None:
+    for told in ranks.run(_fit_by_hand, False, world=2):
+        assert "the Trainer's precision asks for" in told
+        assert "call `self.trainer.strategy.parallelize(model)`" in told
+    assert ranks.run(_fit_by_hand, True, world=2) == ["{torch.bfloat16}"] * 2

@@ -109,6 +109,8 @@ def load(
 def _load(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"the checkpoint {path} does not exist, or not where this rank can see it")
     if _is_sharded_checkpoint(path):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]

@@ -14,6 +14,7 @@ from lightning_moe_ep.dispatch.base import (
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from lightning_moe_ep.dispatch.local import run_experts
 from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
+from lightning_moe_ep.dispatch.remember import once, remember_routing
 
 __all__ = [
     "AllGatherDispatcher",
@@ -26,7 +27,9 @@ __all__ = [
     "OverlappedDispatcher",
     "all_gather_rows",
     "dispatcher_class",
+    "once",
     "reduce_scatter_rows",
     "register_dispatcher",
+    "remember_routing",
     "run_experts",
 ]

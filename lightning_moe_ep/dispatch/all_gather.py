@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_moe_ep.dispatch.base import Dispatcher, Experts, register_dispatcher
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from lightning_moe_ep.dispatch.local import run_experts
-from lightning_moe_ep.rows import group_rows
+from lightning_moe_ep.dispatch.remember import once
+from lightning_moe_ep.rows import RowGroups, group_rows
 
 
 @register_dispatcher("all_gather")
@@ -24,14 +25,10 @@ class AllGatherDispatcher(Dispatcher):
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         ep = self.expert_group
         num_tokens, top_k = top_k_index.shape
-        # Ranks pad to the longest (at least one row, so that no collective is ever empty); padding chooses no expert.
-        padding = max(1, *ep.agree_on_tokens(num_tokens)) - num_tokens
+        padding, groups, pair = once(lambda: self._plan(top_k_index))
         dtype = ep.sum_dtype(torch.float32, hidden=hidden.dtype)
         tokens = all_gather_rows(_pad(hidden, padding), ep.group, dtype)
         weights = all_gather_rows(_pad(top_k_weights, padding), ep.group, torch.float32)
-        index = all_gather_rows(_pad(top_k_index, padding, value=-1), ep.group, None)
-
-        groups, pair = group_rows(index - ep.first, ep.num_local)  # the host sync of this layer
         weight_of_pair = weights.flatten().index_select(0, pair)
         partial = run_experts(experts, tokens, groups, row_of_pair=pair // top_k, weight_of_pair=weight_of_pair)
         others = (ep.size - 1) * (num_tokens + padding)
@@ -42,6 +39,18 @@ class AllGatherDispatcher(Dispatcher):
             pairs_of_expert=groups.sizes,
         )
         return reduce_scatter_rows(partial.to(dtype), ep.group)[:num_tokens].to(hidden.dtype)
+
+    def _plan(self, top_k_index: Tensor) -> tuple[int, RowGroups, Tensor]:
+        """How many rows this rank pads, and the pairs of its experts, sorted, in the group's flattened `[T, K]`.
+
+        Ranks pad to the longest (at least one row, so that no collective is ever empty); padding chooses no expert.
+        One host sync.
+        """
+        ep = self.expert_group
+        num_tokens = len(top_k_index)
+        padding = max(1, *ep.agree_on_tokens(num_tokens)) - num_tokens
+        index = all_gather_rows(_pad(top_k_index, padding, value=-1), ep.group, None)
+        return padding, *group_rows(index - ep.first, ep.num_local)
 
 
 def _pad(rows: Tensor, padding: int, value: float = 0) -> Tensor:

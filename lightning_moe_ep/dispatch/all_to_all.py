@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_moe_ep.dispatch.base import Dispatcher, ExpertGroup, Experts, register_dispatcher
 from lightning_moe_ep.dispatch.collectives import Exchange, Splits, exchange_routing
 from lightning_moe_ep.dispatch.local import run_experts
+from lightning_moe_ep.dispatch.remember import once
 from lightning_moe_ep.rows import RowGroups
 
 NEW_ROW = 1 << 14
@@ -43,7 +44,7 @@ class AllToAllDispatcher(Dispatcher):
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         group = self.expert_group
         dtype = group.sum_dtype(hidden.dtype, hidden=hidden.dtype)
-        chunks = plan_chunks(top_k_index, group, self.num_chunks(hidden.shape[0]))
+        chunks = once(lambda: plan_chunks(top_k_index, group, self.num_chunks(len(hidden))))
         weights = top_k_weights.flatten()
         arriving = [Exchange(hidden.index_select(0, c.sent_tokens), c.rows, group.group) for c in chunks]
         routing = [chunk.exchange_routing(weights, group.group) for chunk in chunks]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_moe_ep.rows import RoutingStatistics
 
@@ -24,6 +25,9 @@ class SpreadExperts:
     num_experts: int
     ep: int
     first: int
+
+    mp_policy: MixedPrecisionPolicy
+    """The mixed precision that it was parallelized with."""
 
     by_fsdp: bool
     """Whether FSDP2 manages the experts' weights; if not, each rank holds its experts whole, and no other has them."""

@@ -110,6 +110,8 @@ def test_what_is_no_checkpoint(ranks: RankPool, tmp_path: Path, form: str, kind:
     if kind == "weights":
         torch.save({"weight": torch.zeros(2)}, path)
         words = f"{path} is not a Trainer's checkpoint: it has no state_dict, but ['weight']"
+    elif kind == "missing":
+        words = f"the checkpoint {path} does not exist, or not where this rank can see it"
     else:
         words = f"{path} is not a checkpoint: neither a folder with meta.pt and shards, nor a file that torch.save wro"
     for told in ranks.run(_refused, Run(EP2, form, resume=str(path)), world=2):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.harness import counted
-from lightning_moe_ep import GroupedExperts, Layout, build_meshes
-from lightning_moe_ep.dispatch import ExpertGroup, dispatcher_class
+from lightning_moe_ep import GroupedExperts, Layout, build_meshes, remember_routing
+from lightning_moe_ep.dispatch import ExpertGroup, OverlappedDispatcher, dispatcher_class
 from lightning_moe_ep.dispatch.auto import costs, distinct_remote_ranks
 from lightning_moe_ep.experts import Computation, compute_experts
 from tests.oracle import experts_one_by_one
@@ -157,18 +157,20 @@ def test_one_host_sync_in_forward_and_none_in_backward(ranks: RankPool, dispatch
 
 
 def nan_beside(name: str) -> bool:
-    """On a rank: whether rank 1's output is finite although rank 0's tokens are NaN."""
+    """On a rank: whether its output and its tokens' gradients are finite although rank 0's tokens are NaN."""
     group = group_of(4)
     module = GroupedExperts(8, 8, group.num_local)
-    hidden = torch.full((3, 8), float("nan") if dist.get_rank() == 0 else 1.0)
+    hidden = torch.full((3, 8), float("nan") if dist.get_rank() == 0 else 1.0).requires_grad_()
     index = torch.tensor([[0, 3], [1, 2], [2, 0]])
     output = dispatcher_class(name)(group)(
         hidden, index, torch.ones(3, 2), partial(compute_experts, module, computation="auto")
     )
-    return bool(output.isfinite().all())
+    output.sum().backward()
+    assert hidden.grad is not None
+    return bool(output.isfinite().all() and hidden.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "three_chunks"])
 def test_nan_does_not_spread_to_other_ranks(ranks: RankPool, dispatcher: str) -> None:
     assert ranks.run(nan_beside, dispatcher, world=2) == [False, True]
 
@@ -216,6 +218,55 @@ def test_recomputation_is_not_counted_twice(ranks: RankPool, dispatcher: str) ->
     results = ranks.run(recompute, dispatcher, world=2)
     assert [forwards for forwards, _ in results] == [1, 1]
     assert sum(pairs for _, pairs in results) == 2 * 5 * 2
+
+
+def recompute_remembered(name: str) -> dict[str, Any]:
+    """On a rank: what backward asks and exchanges under `remember_routing`, and whether the gradients are the same."""
+    group = group_of(4)
+    torch.manual_seed(0)
+    module = GroupedExperts(8, 8, group.num_local)
+    num_tokens = 5 + dist.get_rank()
+    index = torch.tensor([[0, 3], [1, 2]] * 4)[:num_tokens]
+    dispatcher = dispatcher_class(name)(group)
+
+    def layer(hidden: Tensor, weights: Tensor) -> Tensor:
+        return dispatcher(hidden, index, weights, partial(compute_experts, module, computation="auto"))
+
+    results = []
+    for options in ({}, {"context_fn": remember_routing}):
+        torch.manual_seed(1)
+        hidden, weights = torch.randn(num_tokens, 8, requires_grad=True), torch.rand(num_tokens, 2, requires_grad=True)
+        output = torch.utils.checkpoint.checkpoint(layer, hidden, weights, use_reentrant=False, **options)
+        with counted() as counts:
+            output.square().sum().backward()
+        results.append((counts, [hidden.grad, weights.grad, *(p.grad for p in module.parameters())]))
+        module.zero_grad()
+    (plain, right), (remembered, ours) = results
+    return {
+        "equal": all(torch.equal(a, b) for a, b in zip(ours, right, strict=True)),
+        "syncs": (plain.host_syncs, remembered.host_syncs),
+        "messages": (plain.messages, remembered.messages),
+    }
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "three_chunks"])
+def test_remembered_routing_is_not_asked_for_again(ranks: RankPool, dispatcher: str) -> None:
+    for result in ranks.run(recompute_remembered, dispatcher, world=2):
+        assert result["equal"]
+        assert result["syncs"] == (1, 0)
+        assert result["messages"][1] < result["messages"][0]
+
+
+def chunks_of(tokens: list[int]) -> int:
+    """On a rank: into how many chunks `overlapped` cuts."""
+    return OverlappedDispatcher(group_of(4)).num_chunks(tokens[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [([1023, 0], 1), ([1024, 0], 2), ([0, 1024], 2), ([5000, 5000], 2), ([0, 0], 1)]
+)
+def test_overlapped_cuts_by_the_longest_rank(ranks: RankPool, tokens: list[int], chunks: int) -> None:
+    assert ranks.run(chunks_of, tokens, world=2) == [chunks, chunks]
 
 
 def test_distinct_ranks_are_those_of_design() -> None:
