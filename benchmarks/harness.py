@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -46,14 +47,13 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds of each run of each variant, from a barrier before to a barrier after; all ranks call this.
 
-    One run of each variant is a round; the order rotates from round to round, so that drift and the neighbour's
-    leftovers hit all alike.
+    One run of each variant is a round, in an order drawn anew, so that drift and what the one before leaves in caches
+    and allocator hit all alike.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(warmup + runs):
-        first = (number + shift) % len(names)
-        for name in names[first:] + names[:first]:
+        for name in random.Random(number + shift).sample(names, len(names)):
             dist.barrier()
             start = time.perf_counter()
             variants[name]()

@@ -53,7 +53,10 @@ class CausalLMModule(L.LightningModule):
         """
         super().__init__()
         if (config is None) == (pretrained is None):
-            raise ValueError("give exactly one of config (a new model) and pretrained (a local folder)")
+            raise ValueError(
+                "give exactly one of config (a new model) and pretrained (a local folder); on the command line,"
+                " --model.config null takes away a config that a file gives"
+            )
         if config is not None and "model_type" not in config:
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
         if pretrained is not None and not Path(pretrained).is_dir():
@@ -82,7 +85,14 @@ class CausalLMModule(L.LightningModule):
 
     def _check_vocabulary(self) -> None:
         # There is no trainer in `load_from_checkpoint`.
-        needed = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", 0)
+        data = getattr(self._trainer, "datamodule", None)
+        folder = self.hparams.pretrained
+        if folder and (Path(folder) / "tokenizer_config.json").exists() and getattr(data, "tokenizer", "") is None:
+            raise ValueError(
+                f"the data is tokenized as bytes, but {folder} has a tokenizer that the model was trained with; add"
+                f" --data.tokenizer {folder}"
+            )
+        needed = getattr(data, "vocab_size", 0)
         assert self.model is not None
         available = self.model.config.get_text_config().vocab_size
         if needed > available:

@@ -77,8 +77,10 @@ class Layout:
         """
         for name, count in num_experts.items():
             if count % self.ep:
+                fitting = [d for d in divisors_of(count) if (self.efsdp * self.ep) % d == 0]
                 raise ValueError(
-                    f"ep={self.ep} does not divide the {count} experts of {name}; use one of {divisors_of(count)}"
+                    f"ep={self.ep} does not divide the {count} experts of {name}; on {self.world} rank(s) use one of"
+                    f" {fitting}"
                 )
 
     def __str__(self) -> str:

@@ -47,6 +47,10 @@ class RoutingStatistics:
         self.pairs_of_expert: Tensor | None = None
         """`[L]` int64 on the device: (token, expert) pairs that each of this rank's experts computed."""
 
+    def __repr__(self) -> str:
+        shown = ("forwards", "rows_sent", "rows_received", "bytes_sent", "pairs_of_expert")
+        return f"RoutingStatistics({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
+
     def count(self, *, rows_sent: int, rows_received: int, bytes_sent: int, pairs_of_expert: Tensor) -> None:
         # Private; read at torch 2.13: a forward inside of a backward is a recomputation.
         if torch._C._current_graph_task_id() != -1:

@@ -256,7 +256,8 @@ class MoEEPStrategy(ModelParallelStrategy):
                 devices_per_node=self.num_processes,
                 num_experts=counts,
             )
-            rank_zero_info(f"ep='auto': {ep} ranks share one set of experts")
+            tell = rank_zero_info if ep > 1 else rank_zero_warn
+            tell(f"ep='auto': {ep} rank(s) share one set of experts, out of {self.world_size}; E is {counts}")
             self._build_meshes(ep)
         if differing := make_replicas_equal(module, device=self.root_device):
             rank_zero_warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -296,3 +297,13 @@ def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], error: typ
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError), match=str(tmp_path)):
         _plain(1).fit(CausalLMModule(pretrained=str(tmp_path)), Batches((((1, 0),),)))
+
+
+def test_bytes_are_refused_for_a_pretrained_model_with_a_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "pretrained"
+    folder.mkdir()
+    module = CausalLMModule(pretrained=str(folder))
+    (folder / "tokenizer_config.json").write_text("{}")
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=None, vocab_size=256))
+    with pytest.raises(ValueError, match=rf"tokenized as bytes, but {folder} has a tokenizer .* add --data.tokenizer"):
+        module._check_vocabulary()

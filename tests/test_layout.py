@@ -57,7 +57,7 @@ def test_refusal_gives_the_numbers_and_the_choices(world: int, sizes: dict[str, 
 def test_refuses_experts_that_ep_does_not_divide() -> None:
     layout = Layout.for_world(4, ep=4)
     layout.check_experts({"blocks.0.experts": 8, "blocks.1.experts": 4})
-    message = r"^ep=4 does not divide the 6 experts of blocks.1.experts; use one of \[1, 2, 3, 6\]$"
+    message = r"^ep=4 does not divide the 6 experts of blocks.1.experts; on 4 rank\(s\) use one of \[1, 2\]$"
     with pytest.raises(ValueError, match=message):
         layout.check_experts({"blocks.0.experts": 8, "blocks.1.experts": 6})
 

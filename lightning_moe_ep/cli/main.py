@@ -24,12 +24,15 @@ BIGRAM_VOCABULARY = 4096
 
 
 class SaveFitConfig(SaveConfigCallback):
-    """Keeps a fit's configuration in the run's folder; an evaluation there must not replace it with its own."""
+    """Keeps a fit's configuration in the run's folder; a run that fails to start, or an evaluation, replaces none."""
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        """Too early: the run may fail yet."""
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
 
 
 class MoECLI(LightningCLI):
@@ -46,7 +49,8 @@ class MoECLI(LightningCLI):
 def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log_dir: str | None) -> list[str]:
     """What a fit reached and what to type next, in lines; the last is `val_loss=...` if there was a validation."""
     lines = [""]
-    checkpoint = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else ""
+    saved = trainer.checkpoint_callback
+    checkpoint = (getattr(saved, "last_model_path", "") or saved.best_model_path) if saved else ""
     if isinstance(datamodule, TextDataModule) and datamodule.vocab_size <= BIGRAM_VOCABULARY:
         baseline = bigram_loss(datamodule.train_dataset, datamodule.val_dataset, datamodule.vocab_size)
         lines.append(f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte")

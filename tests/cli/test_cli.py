@@ -73,7 +73,7 @@ def test_everything_is_under_the_folders_that_were_given(fit: Ran) -> None:
     assert list(fit.cwd.iterdir()) == []
     names = {path.name.split(".")[0] for path in fit.output.iterdir()}
     assert names == {"checkpoints", "config", "data", "events", "hparams"}
-    assert f"Checkpoint: {fit.output}/checkpoints/step-4.ckpt" in fit.printed
+    assert f"Checkpoint: {fit.output}/checkpoints/last.ckpt" in fit.printed
     assert f"-m tensorboard.main --logdir {fit.output}" in fit.printed
 
 
