@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from benchmarks.harness import counted, interleaved, medians, on_ranks, ratio, report
 from lightning_moe_ep import GroupedExperts, Layout, build_meshes
 from lightning_moe_ep.dispatch import ExpertGroup, Experts, dispatcher_class
 from lightning_moe_ep.dispatch.all_to_all import plan_chunks
-from lightning_moe_ep.dispatch.collectives import Exchange, Splits
 from lightning_moe_ep.dispatch.local import run_experts
 from lightning_moe_ep.experts import compute_experts
 from lightning_moe_ep.rows import RowGroups
@@ -36,7 +36,10 @@ DISPATCHERS = ("all_gather", "all_to_all", "overlapped", "auto")
 
 
 def pairwise(hidden: Tensor, index: Tensor, weights: Tensor, experts: Experts, group: ExpertGroup) -> Tensor:
-    """One row a (token, expert) pair, weighted by the sender: what transformers and torchtitan do, written plainly."""
+    """One row a (token, expert) pair, weighted by the sender: what transformers and torchtitan do, written plainly.
+
+    Torch's differentiable all-to-all carries the rows, as it does there.
+    """
     ep, num_local, top_k = group.size, group.num_local, index.shape[1]
     order = torch.argsort(index.flatten(), stable=True)
     send = torch.zeros(group.num_experts, dtype=torch.int64).scatter_add_(0, index.flatten(), torch.ones_like(order))
@@ -44,14 +47,13 @@ def pairwise(hidden: Tensor, index: Tensor, weights: Tensor, experts: Experts, g
     dist.all_to_all_single(receive, send, group=group.group)
     both = torch.stack([send, receive]).view(2, ep, num_local)
     (to_ranks, from_ranks), of_experts = both.sum(dim=2).tolist(), both[1]
-    there = Splits(send=to_ranks, receive=from_ranks)
-    rows = Exchange(hidden[order // top_k], there, group.group).wait()
+    rows = all_to_all_single_autograd(hidden[order // top_k], from_ranks, to_ranks, group.group)
     expert_of_row = torch.arange(num_local).repeat(ep).repeat_interleave(receive, output_size=sum(from_ranks))
     by_expert = torch.argsort(expert_of_row, stable=True)
     counts = of_experts.sum(dim=0)
     groups = RowGroups.of(counts, counts.tolist())
     outputs = experts(rows[by_expert], groups)[torch.argsort(by_expert)]
-    home = Exchange(outputs, there.transposed(), group.group).wait()
+    home = all_to_all_single_autograd(outputs, to_ranks, from_ranks, group.group)
     weighted = home * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(hidden).index_add(0, order // top_k, weighted)
 

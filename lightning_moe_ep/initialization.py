@@ -67,6 +67,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
             made[id(original)] = cut(full, original, device=device) if isinstance(original, DTensor) else full
             if isinstance(original, nn.Parameter):
                 made[id(original)] = nn.Parameter(made[id(original)], requires_grad=original.requires_grad)
+            del full  # before the next one is made
     finally:
         for (owner, kind, key), original in hidden.items():
             getattr(modules[owner], kind)[key] = made.get(id(original), original)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_moe_ep import MoEEPStrategy, materialize
+from lightning_moe_ep import MoEEPStrategy, initialization, materialize
 from lightning_moe_ep.initialization import make_replicas_equal, seeded
 from tests.models import build, loss_of, make_batch
-from tests.parity import trainer, whole
+from tests.parity import Case, CaseModule, trainer, whole
 from tests.pool import RankError, RankPool
 
 CPU = torch.device("cpu")
@@ -243,3 +246,26 @@ def test_replicas_of_other_structure_are_refused_on_every_rank(ranks: RankPool) 
         ranks.run(_unequal, "shape", world=2)
     message = "rank(s) [1] built a model of other parameter names, shapes or dtypes than rank 0"
     assert str(error.value).count(message) == 2
+
+
+def _whole_parameters_at_once() -> int:
+    """On a rank: how many whole parameters, beside the shards, are alive when the next one is made, at most."""
+    refs: list[weakref.ref[Tensor]] = []
+    alive = []
+    original = initialization._initial_value
+
+    def watched(modules: Any, owner: str, kind: str, key: str, tensor: Tensor, **options: Any) -> Tensor | None:
+        alive.append(sum(ref() is not None for ref in refs))
+        value = original(modules, owner, kind, key, tensor, **options)
+        if isinstance(tensor, DTensor) and value is not None:
+            refs.append(weakref.ref(value))
+        return value
+
+    with patch.object(initialization, "_initial_value", watched):
+        trainer(MoEEPStrategy(ep=2, init_on_meta=True), max_steps=1).fit(CaseModule(Case()))
+    assert len(refs) > 10
+    return max(alive)
+
+
+def test_one_whole_parameter_at_a_time(ranks: RankPool) -> None:
+    assert ranks.run(_whole_parameters_at_once, world=2) == [0, 0]

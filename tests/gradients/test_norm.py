@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from benchmarks.harness import counted
 from lightning_moe_ep.gradients import average_gradients, clip_by_norm, gradient_norm, scale_gradients
 from tests.pool import RankPool
 
@@ -164,3 +165,25 @@ def _averages() -> list[list[float]]:
 
 def test_average_counts_a_missing_gradient_as_zero(ranks: RankPool) -> None:
     assert ranks.run(_averages, world=2) == [[[1.0, 2.0], [0.5]]] * 2
+
+
+def _syncs_of_norm_and_clip() -> int:
+    """On a rank: how often the norm, the scaling and the clip ask the device."""
+    parameters = [nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 3)
+    with counted() as counts:
+        scale_gradients(parameters, 0.5)
+        norm = gradient_norm(
+            {"dense": parameters[:2], "experts": parameters[2:]},
+            norm_type=2.0,
+            group=dist.group.WORLD,
+            device=torch.device("cpu"),
+        )
+        clip_by_norm(parameters, total=norm.total, max_norm=0.1)
+    assert counts.messages == 1
+    return counts.host_syncs
+
+
+def test_norm_and_clip_ask_the_device_for_nothing(ranks: RankPool) -> None:
+    assert ranks.run(_syncs_of_norm_and_clip, world=2) == [0, 0]
