@@ -97,8 +97,8 @@ def layer_counts(name: str, shape: Shape, ep: int, tokens: int) -> Counts:
     hidden = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.zeros(tokens, shape.top_k, dtype=torch.bfloat16, requires_grad=True)
 
-    def experts(rows: Tensor, groups: RowGroups) -> Tensor:
-        return rows * 1
+    def experts(rows: Tensor, groups: RowGroups, weights: Tensor) -> Tensor:
+        return rows * weights.unsqueeze(1)
 
     with mirrored(), counted() as counts:
         dispatcher_class(name)(expert_group)(hidden, index, weights, experts).sum().backward()

@@ -263,8 +263,7 @@ def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], T
         if hidden.shape[0]:
             return original(hidden, top_k_index, top_k_weights)
         nothing = no_rows(found.num_experts, hidden.device)
-        outputs = compute_experts(found.module, hidden, nothing, computation="loop")
-        return outputs * top_k_weights.sum(dim=1, keepdim=True).to(outputs.dtype)
+        return compute_experts(found.module, hidden, nothing, top_k_weights.flatten(), computation="loop")
 
     return forward
 

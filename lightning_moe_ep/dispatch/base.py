@@ -28,8 +28,8 @@ where the network adds them up, uses fp32; `all_to_all`, where each row is round
 class Experts(Protocol):
     """Runs this rank's experts."""
 
-    def __call__(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        """From `[R, H]` rows sorted by expert to `[R, H]` unweighted outputs, in the same order."""
+    def __call__(self, rows: Tensor, groups: RowGroups, weights: Tensor) -> Tensor:
+        """From `[R, H]` rows sorted by expert, and their `[R]` weights, to `[R, H]` weighted outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)

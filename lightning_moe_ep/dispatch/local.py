@@ -1,7 +1,6 @@
 """What every dispatcher does between its exchanges: gather rows for the experts, sum their weighted outputs by row.
 
-Sums are in fp32 whatever the activations' dtype, and only what is needed is kept for backward: no fp32 copy of the
-outputs, no weighted copy.
+Sums are in fp32 whatever the activations' dtype, and only the indices are kept for backward.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def run_experts(
     Returns:
         `[N, H]` in fp32: for each row the weighted sum of its experts' outputs; zero where it has none.
     """
-    outputs = experts(_TakeRows.apply(source, row_of_pair), groups)
-    return _WeightedSum.apply(outputs, weight_of_pair, row_of_pair, source.shape[0])
+    outputs = experts(_TakeRows.apply(source, row_of_pair), groups, weight_of_pair)
+    return _SumRows.apply(outputs, row_of_pair, source.shape[0])
 
 
 class _TakeRows(torch.autograd.Function):
@@ -50,17 +49,16 @@ class _TakeRows(torch.autograd.Function):
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
-class _WeightedSum(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, index: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(outputs, weights, index)
+    def forward(ctx: Any, outputs: Tensor, index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype = outputs.dtype
         total = outputs.new_zeros((num_rows, outputs.shape[1]), dtype=torch.float32)
-        return total.index_add_(0, index, outputs.float() * weights.float().unsqueeze(1))
+        return total.index_add_(0, index, outputs.float())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        outputs, weights, index = ctx.saved_tensors
-        of_pairs = grad.index_select(0, index)
-        weight_grad = torch.linalg.vecdot(of_pairs, outputs.float()).to(weights.dtype)
-        return of_pairs.mul_(weights.float().unsqueeze(1)).to(outputs.dtype), weight_grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index).to(ctx.dtype), None, None

@@ -85,8 +85,8 @@ class GroupedExperts(nn.Module):
         """
         groups, pair = group_rows(top_k_index, self.num_experts)
         token = pair // top_k_index.shape[1]
-        outputs = compute_experts(self, hidden.index_select(0, token), groups, computation="auto")
-        outputs = outputs * top_k_weights.flatten().index_select(0, pair).unsqueeze(-1)
+        weights = top_k_weights.flatten().index_select(0, pair)
+        outputs = compute_experts(self, hidden.index_select(0, token), groups, weights, computation="auto")
         return torch.zeros_like(hidden).index_add(0, token, outputs.to(hidden.dtype))
 
 

@@ -202,8 +202,8 @@ def _syncs(name: str, tokens: list[int]) -> tuple[list[str], list[str]]:
     dispatcher: Dispatcher = dispatcher_class(name)(group)
     local = GroupedExperts(16, 8, group.num_local)
 
-    def experts(rows: Tensor, groups: RowGroups) -> Tensor:
-        return compute_experts(local, rows, groups, computation="grouped_mm")
+    def experts(rows: Tensor, groups: RowGroups, weights: Tensor) -> Tensor:
+        return compute_experts(local, rows, groups, weights, computation="grouped_mm")
 
     num_tokens = tokens[torch.distributed.get_rank()]
     hidden = torch.randn(num_tokens, 16, requires_grad=True)
