@@ -141,17 +141,18 @@ class CausalLMModule(L.LightningModule):
 
     @override
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        batch = _never_empty(batch)
-        total, tokens = _summed_loss(self(batch).logits, batch["labels"])
-        self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
+        self._update_loss(batch)
         self.log("val_loss", self.val_loss, prog_bar=True)
 
     @override
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        self._update_loss(batch)
+        self.log("test_loss", self.val_loss)
+
+    def _update_loss(self, batch: Mapping[str, Tensor]) -> None:
         batch = _never_empty(batch)
         total, tokens = _summed_loss(self(batch).logits, batch["labels"])
         self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
-        self.log("test_loss", self.val_loss)
 
     @override
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:

@@ -3,7 +3,6 @@
 from lightning_moe_ep.checkpoint.training import (
     full_model_state,
     full_optimizer_state,
-    is_folder_checkpoint,
     load,
     make_way_for_file,
     save_folder,
@@ -12,7 +11,6 @@ from lightning_moe_ep.checkpoint.training import (
 __all__ = [
     "full_model_state",
     "full_optimizer_state",
-    "is_folder_checkpoint",
     "load",
     "make_way_for_file",
     "save_folder",

@@ -33,11 +33,6 @@ from torch.optim import Optimizer
 from lightning_moe_ep.shards import cut, gather
 
 
-def is_folder_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint in the folder form."""
-    return _is_sharded_checkpoint(path)
-
-
 def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool) -> None:
     """Write a checkpoint in the folder form; every rank calls this.
 
@@ -70,7 +65,7 @@ def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool)
 def make_way_for_file(path: Path, *, is_global_zero: bool) -> None:
     """Remove a checkpoint in the folder form where one in the file form is to be; every rank calls this."""
     # lightning 2.6: on a shared disk all ranks would remove it at once, and fail where another was faster.
-    if is_global_zero and is_folder_checkpoint(path):
+    if is_global_zero and _is_sharded_checkpoint(path):
         _remove(path)
     dist.barrier()
 
