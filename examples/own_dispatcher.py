@@ -7,11 +7,9 @@ module of `own_model.py` with it on two CPU processes.
 
 from __future__ import annotations
 
-import lightning.pytorch as L
 import torch
-from own_model import Waves, waves
+from own_model import train
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_moe_ep import Dispatcher, MoEEPStrategy, register_dispatcher
 from lightning_moe_ep.dispatch import Experts, all_gather_rows, reduce_scatter_rows, run_experts
@@ -40,20 +38,4 @@ class PlainDispatcher(Dispatcher):
 
 
 if __name__ == "__main__":
-    L.seed_everything(0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=MoEEPStrategy(ep=2, dispatcher="plain"),
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(
-        Waves(),
-        DataLoader(waves(8192, seed=1), batch_size=64),
-        DataLoader(waves(1024, seed=2), batch_size=128),
-    )
-    if trainer.is_global_zero:
-        print(f"mean squared error {trainer.callback_metrics['val_loss']:.4f} (answering 0 everywhere: 0.5)")
+    train(MoEEPStrategy(ep=2, dispatcher="plain"))

@@ -67,12 +67,12 @@ def waves(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, torch.sin((pieces + 1) * points))
 
 
-if __name__ == "__main__":
+def train(strategy: MoEEPStrategy) -> None:
     L.seed_everything(0)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=MoEEPStrategy(ep=2),  # the one line: each process owns four of the eight experts
+        strategy=strategy,  # the one line
         max_epochs=3,
         logger=False,
         enable_checkpointing=False,
@@ -85,3 +85,7 @@ if __name__ == "__main__":
     )
     if trainer.is_global_zero:
         print(f"mean squared error {trainer.callback_metrics['val_loss']:.4f} (answering 0 everywhere: 0.5)")
+
+
+if __name__ == "__main__":
+    train(MoEEPStrategy(ep=2))  # each process owns four of the eight experts
