@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatcher_class
+from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
     Computation,
     ExpertsModule,
     SpreadExperts,
-    compute_experts,
+    expert_parameters,
     find_experts,
     is_spread,
     lone_expert_parameters,
@@ -34,7 +34,6 @@ from lightning_moe_ep.experts import (
 )
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes
-from lightning_moe_ep.rows import no_rows
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -75,7 +74,14 @@ def parallelize(
     for found in experts:
         if is_spread(found.module):
             raise ValueError(f"the experts of {found.name} are spread already; parallelize a model once")
+        if computation not in found.adapter.computations:
+            raise ValueError(
+                f"computation={computation!r} is not known to the experts of {found.name}"
+                f" ({type(found.module).__name__}); use one of {sorted(found.adapter.computations)}"
+            )
     meshes.layout.check_experts({found.name: found.num_experts for found in experts})
+    for found in experts:
+        found.adapter.prepare()
     make_dispatcher = dispatcher_class(dispatcher)
     roots = list(roots) if roots is not None else [model]
     sequences = find_blocks(model, experts)
@@ -85,7 +91,8 @@ def parallelize(
     policy = mp_policy or MixedPrecisionPolicy()
     for found in experts:
         spread = _spread(found, meshes, policy)
-        forward = _local_forward(found)
+        compute = partial(found.adapter.compute, computation=computation)
+        dispatch: Callable[..., Tensor] = partial(dispatch_here, experts=compute, num_experts=found.num_experts)
         if meshes.host_ep_group is not None:
             group = ExpertGroup(
                 group=meshes.ep_mesh.get_group(),
@@ -95,12 +102,11 @@ def parallelize(
                 statistics=spread.statistics,
                 equal_tokens=equal_tokens,
             )
-            compute = partial(compute_experts, found.module, computation=computation)
-            forward = partial(make_dispatcher(group), experts=compute)
-        found.module.forward = forward
+            dispatch = partial(make_dispatcher(group), experts=compute)
+        found.adapter.install(dispatch, alone=meshes.host_ep_group is None)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
-    placement = _expert_placement([found.module for found in experts], meshes)
+    placement = _expert_placement(expert_parameters(model), meshes)
     whole = set(lone_expert_parameters(model))
     for block in blocks:
         if block in roots:
@@ -221,55 +227,47 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> list[list
     ]
 
 
-def _stay_whole(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> bool:
+def _stay_whole(parameters: Sequence[nn.Parameter], meshes: Meshes, policy: MixedPrecisionPolicy) -> bool:
     """Whether FSDP2 has nothing to do for the experts' weights: no other rank has them, and no cast is asked for.
 
     torch 2.13: at efsdp=1 it would copy the whole slice for each forward and backward, and its gradient once more.
     """
     layout = meshes.layout
     alone = layout.ep > 1 and layout.efsdp == 1 and layout.replicate == 1
-    return alone and all(policy.param_dtype in (None, p.dtype) for p in module.parameters(recurse=False))
+    return alone and all(policy.param_dtype in (None, p.dtype) for p in parameters)
 
 
 def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
-    by_fsdp = not _stay_whole(found.module, meshes, policy)
+    parameters = {name: found.module.get_parameter(name) for name in found.adapter.parameters}
+    by_fsdp = not _stay_whole(list(parameters.values()), meshes, policy)
     ep, first = meshes.layout.ep, 0
     if ep > 1:
         mesh = meshes.ep_mesh
-        num_local = found.num_experts // ep
-        first = mesh.get_local_rank() * num_local
-        for name, parameter in list(found.module.named_parameters(recurse=False)):
+        first = mesh.get_local_rank() * (found.num_experts // ep)
+        for name, parameter in parameters.items():
             device = parameter.device if parameter.is_meta else torch.device(mesh.device_type)
             # A copy, so that the storage of all E experts can be freed.
-            local = parameter.detach()[first : first + num_local].to(device, copy=True)
+            local = parameter.detach().chunk(ep)[mesh.get_local_rank()].to(device, copy=True)
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-            found.module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+            owner, _, key = name.rpartition(".")
+            sharded = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            found.module.get_submodule(owner).register_parameter(key, sharded)
     spread = SpreadExperts(
-        name=found.name, num_experts=found.num_experts, ep=ep, first=first, mp_policy=policy, by_fsdp=by_fsdp
+        name=found.name,
+        adapter=found.adapter,
+        num_experts=found.num_experts,
+        ep=ep,
+        first=first,
+        mp_policy=policy,
+        by_fsdp=by_fsdp,
     )
     mark_spread(found.module, spread)
     return spread
 
 
-def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The module's own forward, except that with zero tokens every weight still gets a (zero) gradient.
-
-    A rank without tokens would else leave out gradients, the experts' and the router's, that the other ranks reduce.
-    """
-    original = found.module.forward
-
-    def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if hidden.shape[0]:
-            return original(hidden, top_k_index, top_k_weights)
-        nothing = no_rows(found.num_experts, hidden.device)
-        return compute_experts(found.module, hidden, nothing, top_k_weights.flatten(), computation="loop")
-
-    return forward
-
-
 def _expert_placement(
-    experts: Sequence[nn.Module], meshes: Meshes
+    experts: Sequence[nn.Parameter], meshes: Meshes
 ) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
     """FSDP2's placement function: experts over efsdp, all else by default (over the dense mesh)."""
     if meshes.layout.ep == 1:
@@ -281,10 +279,10 @@ def _expert_placement(
         if meshes.layout.replicate > 1
         else FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
     )
-    expert_parameters = {id(parameter) for module in experts for parameter in module.parameters(recurse=False)}
+    of_experts = {id(parameter) for parameter in experts}
 
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        if id(parameter) not in expert_parameters:
+        if id(parameter) not in of_experts:
             return None
         return ShardPlacementResult(placement=Shard(_shard_dim(parameter, meshes.layout.efsdp)), mesh_info=info)
 

@@ -12,7 +12,7 @@ from lightning_moe_ep.dispatch.base import (
     register_dispatcher,
 )
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
-from lightning_moe_ep.dispatch.local import run_experts
+from lightning_moe_ep.dispatch.local import dispatch_here, run_experts
 from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
 from lightning_moe_ep.dispatch.remember import once, remember_routing
 
@@ -26,6 +26,7 @@ __all__ = [
     "Experts",
     "OverlappedDispatcher",
     "all_gather_rows",
+    "dispatch_here",
     "dispatcher_class",
     "once",
     "reduce_scatter_rows",

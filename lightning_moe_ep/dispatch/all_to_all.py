@@ -139,6 +139,8 @@ def plan_chunks(top_k_index: Tensor, group: ExpertGroup, num_chunks: int) -> lis
         token = torch.arange(num_tokens, device=expert.device)
         chunk_of_token = sum((token >= bound).long() for bound in bounds[1:-1])
         target = target + (chunk_of_token * ep).repeat_interleave(top_k, output_size=len(expert))
+    # A pair that chooses no expert comes last and is left out once the host knows how many there are.
+    target = torch.where((expert < 0) | (expert >= group.num_experts), num_chunks * ep, target)
     order = torch.argsort(target, stable=True)
     target, token = target.index_select(0, order), order // top_k
     new = torch.ones_like(target)
@@ -146,8 +148,9 @@ def plan_chunks(top_k_index: Tensor, group: ExpertGroup, num_chunks: int) -> lis
 
     # Per chunk and rank: how many pairs for each expert there, and how many rows.
     to_expert = target * num_local + expert.index_select(0, order) % num_local
-    pairs = new.new_zeros(num_chunks * ep * num_local).scatter_add_(0, to_expert, torch.ones_like(new))
-    rows = new.new_zeros(num_chunks * ep).scatter_add_(0, target, new)
+    pairs = new.new_zeros((num_chunks * ep + 1) * num_local).scatter_add_(0, to_expert, torch.ones_like(new))
+    rows = new.new_zeros(num_chunks * ep + 1).scatter_add_(0, target, new)
+    pairs, rows = pairs[:-num_local], rows[:-1]
     send = torch.cat([pairs.view(num_chunks, ep, num_local), rows.view(num_chunks, ep, 1)], dim=2)
     send = send.transpose(0, 1).contiguous()  # [ep, chunks, L + 1]
     receive = torch.empty_like(send)
@@ -155,6 +158,8 @@ def plan_chunks(top_k_index: Tensor, group: ExpertGroup, num_chunks: int) -> lis
     of_experts = receive[:, :, :num_local].sum(dim=0)  # [chunks, L]
     sent, received, counts = _on_host(_pairs_and_rows(send), _pairs_and_rows(receive), of_experts)
 
+    num_pairs = sum(sent[rank][c][0] for rank in range(ep) for c in range(num_chunks))
+    order, token, new = order[:num_pairs], token[:num_pairs], new[:num_pairs]
     row = new.cumsum(0) - 1
     num_rows = sum(sent[rank][c][1] for rank in range(ep) for c in range(num_chunks))
     token_of_row = token.new_empty(num_rows).scatter_(0, row, token)

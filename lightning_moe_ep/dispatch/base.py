@@ -105,7 +105,7 @@ class Dispatcher(ABC):
 
         Args:
             hidden: `[T, H]`, this rank's tokens; T may be 0 and differ between ranks.
-            top_k_index: `[T, K]` integers, global expert ids in `[0, E)`.
+            top_k_index: `[T, K]` integers, global expert ids; one outside `[0, E)` chooses no expert.
             top_k_weights: `[T, K]`, the routing weights; their gradient is computed.
             experts: runs this rank's experts on rows sorted by expert.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_ep.dispatch.base import Experts
-from lightning_moe_ep.rows import RowGroups
+from lightning_moe_ep.rows import RowGroups, group_rows
 
 
 def run_experts(
@@ -32,6 +32,16 @@ def run_experts(
     """
     outputs = experts(_TakeRows.apply(source, row_of_pair), groups, weight_of_pair)
     return _SumRows.apply(outputs, row_of_pair, source.shape[0])
+
+
+def dispatch_here(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts, *, num_experts: int
+) -> Tensor:
+    """What a dispatcher does, where this rank has all E experts."""
+    groups, pair = group_rows(top_k_index, num_experts)
+    weights = top_k_weights.flatten().index_select(0, pair)
+    row = pair // top_k_index.shape[1]
+    return run_experts(experts, hidden, groups, row_of_pair=row, weight_of_pair=weights).to(hidden.dtype)
 
 
 class _TakeRows(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """What an experts module is: finding it, computing it, and a layer of our own."""
 
-from lightning_moe_ep.experts.compute import Computation, compute_experts
+from lightning_moe_ep.experts import families as families
+from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, register_experts
+from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
 from lightning_moe_ep.experts.spread import (
@@ -15,6 +17,8 @@ from lightning_moe_ep.experts.spread import (
 
 __all__ = [
     "Computation",
+    "Dispatch",
+    "ExpertsAdapter",
     "ExpertsModule",
     "GroupedExperts",
     "MoELayer",
@@ -29,5 +33,6 @@ __all__ = [
     "is_spread",
     "lone_expert_parameters",
     "mark_spread",
+    "register_experts",
     "spread_experts",
 ]

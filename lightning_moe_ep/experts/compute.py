@@ -1,26 +1,22 @@
-"""What an expert computes: rows sorted by expert in, their outputs out.
+"""What an expert with stacked weights computes: rows sorted by expert in, their outputs out.
 
-Interchangeable ways: `grouped_mm`, one kernel for all experts; `loop`, the readable reference; `native`, the module's
-own forward, which for transformers' experts is whatever kernel their `experts_implementation` names. Each gives every
-weight of this rank a gradient, zero for an expert that got no row.
+Interchangeable ways, see `Computation`. Each gives every weight of this rank a gradient, zero for an expert that got
+no row. The gate, the activation and a norm after the experts are the module's own.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_moe_ep.experts.adapter import Computation, local_parameter, weigh
 from lightning_moe_ep.rows import RowGroups
 
 GROUPED_MM_CAPABILITY = (8, 0)
 """The oldest CUDA devices that have a grouped_mm kernel (torch 2.13)."""
-
-Computation = Literal["auto", "grouped_mm", "loop", "native"]
 
 ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
@@ -32,8 +28,10 @@ def compute_experts(
     """Run the experts whose weights this rank holds.
 
     Args:
-        module: an experts module; its weights are `gate_up_proj [L, 2I, H]` and `down_proj [L, H, I]` (or DTensors
-            with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
+        module: an experts module as transformers describes them. Its weights are `gate_up_proj [L, 2I, H]` and
+            `down_proj [L, H, I]` (or DTensors with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
+            It may have `up_proj [L, I, H]` and `act_fn` instead of a gate, biases (`NAME_bias [L, width]`), both
+            weights transposed (`is_transposed`), and a `post_expert_norm` (`has_post_expert_norm`).
         rows: `[R, H]`, sorted by expert; R may be 0.
         groups: which rows belong to which expert.
         weights: `[R]`, by which each row's output is multiplied; None: by 1. grouped_mm multiplies the I activations
@@ -47,53 +45,87 @@ def compute_experts(
         ValueError: grouped_mm was asked for with sizes that it does not take.
     """
     if computation == "native" and len(rows):
-        return _native(module, rows, groups, weights)
-    gate_up, down = _local(module.gate_up_proj), _local(module.down_proj)
-    inputs = rows.to(gate_up.dtype)
-    if _use_grouped_mm(gate_up, down, computation) and len(rows):
-        hidden = module._apply_gate(F.grouped_mm(inputs, gate_up.transpose(-2, -1), offs=groups.offsets))
-        if weights is not None:
-            hidden = hidden * weights.to(hidden.dtype).unsqueeze(1)
-        outputs = F.grouped_mm(hidden, down.transpose(-2, -1), offs=groups.offsets)
-    else:
-        outputs = torch.cat(
-            [
-                F.linear(module._apply_gate(F.linear(chunk, gate_up_of_one)), down_of_one)
-                for chunk, gate_up_of_one, down_of_one in zip(
-                    inputs.split(groups.counts), gate_up.unbind(), down.unbind(), strict=True
-                )
-            ]
-        )
-        if weights is not None:  # the definition: the outputs are weighted
-            outputs = outputs * weights.to(outputs.dtype).unsqueeze(1)
-    return outputs.to(rows.dtype)
+        return native(module, rows, groups, weights)
+    up, down = _Projection(module, up_name(module)), _Projection(module, "down_proj")
+    activate = module._apply_gate if up.name == "gate_up_proj" else module.act_fn
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    inputs = rows.to(up.weight.dtype)
+    if _use_grouped_mm(up, down, computation) and len(rows):
+        hidden = activate(up.of_all(inputs, groups))
+        if norm is not None:  # does not commute with the weights
+            return weigh(norm(down.of_all(hidden, groups)), weights).to(rows.dtype)
+        return down.of_all(weigh(hidden, weights), groups, weights).to(rows.dtype)
+    outputs = torch.cat(
+        [
+            down.of_one(expert, activate(up.of_one(expert, chunk)))
+            for expert, chunk in enumerate(inputs.split(groups.counts))
+        ]
+    )
+    return weigh(outputs if norm is None else norm(outputs), weights).to(rows.dtype)
 
 
-def _native(module: nn.Module, rows: Tensor, groups: RowGroups, weights: Tensor | None) -> Tensor:
+def up_name(module: nn.Module) -> str:
+    """The parameter of the first projection: with the gate's, or alone."""
+    return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
+
+
+class _Projection:
+    """One of the two stacked linear maps of an experts module."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        weight = local_parameter(module, name)
+        self.weight = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
+        """`[L, width in, width out]`"""
+        self.bias = local_parameter(module, f"{name}_bias") if hasattr(module, f"{name}_bias") else None
+        """`[L, width out]`"""
+
+    def of_all(self, rows: Tensor, groups: RowGroups, weights: Tensor | None = None) -> Tensor:
+        """All experts on their rows; `weights` are those that the rows have been multiplied by already."""
+        outputs = F.grouped_mm(rows, self.weight, offs=groups.offsets)
+        if self.bias is None:
+            return outputs
+        bias = self.bias.repeat_interleave(groups.sizes, dim=0, output_size=len(rows))
+        return outputs + weigh(bias, weights)
+
+    def of_one(self, expert: int, rows: Tensor) -> Tensor:
+        outputs = rows @ self.weight[expert]
+        return outputs if self.bias is None else outputs + self.bias[expert]
+
+
+def native(module: nn.Module, rows: Tensor, groups: RowGroups, weights: Tensor | None) -> Tensor:
     """The module's own forward on rows that each have one expert."""
     weights = rows.new_ones(len(rows)) if weights is None else weights.to(rows.dtype)
+    num_local = len(groups.counts)
     # A shallow copy that has this rank's experts as plain tensors, and knows only of them.
     local = copy.copy(module)
     local._parameters = {}
-    for name, parameter in module.named_parameters(recurse=False):
-        object.__setattr__(local, name, _local(parameter))  # a plain attribute, whatever subclass it is
-    num_local = local.num_experts = len(groups.counts)
+    for name, _ in module.named_parameters(recurse=False):
+        object.__setattr__(local, name, local_parameter(module, name))  # a plain attribute, whatever subclass it is
+    for name in expert_counts(module):
+        object.__setattr__(local, name, num_local)
     index = torch.arange(num_local, device=rows.device).repeat_interleave(groups.sizes, output_size=len(rows))
     return type(module).forward(local, rows, index.unsqueeze(1), weights.unsqueeze(1))
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def expert_counts(module: nn.Module) -> list[str]:
+    """The attributes in which the module says how many experts it has."""
+    (num_experts,) = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3}
+    return [
+        name for name, value in vars(module).items() if "expert" in name and type(value) is int and value == num_experts
+    ]
 
 
-def _use_grouped_mm(gate_up: Tensor, down: Tensor, computation: Computation) -> bool:
+def _use_grouped_mm(up: _Projection, down: _Projection, computation: Computation) -> bool:
     if computation in ("loop", "native"):  # native comes here when there are no rows
         return False
-    misfits = [size for size in (gate_up.shape[2], down.shape[2]) if size * gate_up.element_size() % ALIGNMENT]
+    weight = up.weight
+    sizes = {"H": weight.shape[1], "I": down.weight.shape[1]}
+    misfits = [size for size in sizes.values() if size * weight.element_size() % ALIGNMENT]
     if misfits and computation == "grouped_mm":
         raise ValueError(
-            f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={gate_up.shape[2]},"
-            f" I={down.shape[2]} in {gate_up.dtype} do not; use computation='loop' or 'auto'"
+            f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={sizes['H']}, I={sizes['I']} in"
+            f" {weight.dtype} do not; use computation='loop' or 'auto'"
         )
-    too_old = gate_up.is_cuda and torch.cuda.get_device_capability(gate_up.device) < GROUPED_MM_CAPABILITY
+    too_old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < GROUPED_MM_CAPABILITY
     return not misfits and not (too_old and computation == "auto")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_moe_ep.experts.adapter import ExpertsAdapter
 from lightning_moe_ep.rows import RoutingStatistics
 
 _ATTRIBUTE = "_spread_experts"
@@ -22,6 +23,7 @@ class SpreadExperts:
     """An experts module of which this rank holds `num_local` experts, from the global id `first` on."""
 
     name: str
+    adapter: ExpertsAdapter
     num_experts: int
     ep: int
     first: int
@@ -38,6 +40,10 @@ class SpreadExperts:
     @property
     def num_local(self) -> int:
         return self.num_experts // self.ep
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that carry the expert dimension; the module may have others, which all experts share."""
+        return [self.adapter.module.get_parameter(name) for name in self.adapter.parameters]
 
 
 def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
@@ -58,14 +64,12 @@ def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all experts modules that `parallelize` has been over (as sharded by FSDP2, between steps)."""
-    return [parameter for module, _ in spread_experts(model) for parameter in module.parameters(recurse=False)]
+    return [parameter for _, spread in spread_experts(model) for parameter in spread.parameters()]
 
 
 def lone_expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those of them that FSDP2 does not manage: a backward writes their gradients whether it reduces or not."""
-    return [
-        p for module, spread in spread_experts(model) if not spread.by_fsdp for p in module.parameters(recurse=False)
-    ]
+    return [p for _, spread in spread_experts(model) if not spread.by_fsdp for p in spread.parameters()]
 
 
 def ep_size(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_moe_ep import GroupedExperts
 from lightning_moe_ep.experts import NoExpertsError, find_experts
+from lightning_moe_ep.experts.stacked import NativeExperts, StackedExperts
 from tests.models import FAMILIES, build
 
 
@@ -65,7 +66,10 @@ def test_a_model_without_experts_names_what_came_near() -> None:
         find_experts(model)
     message = str(error.value)
     assert "this model has no experts module; plain FSDP2 (ModelParallelStrategy) or DDP is what you want" in message
-    assert "one (CalledWithOne): it is called with (hidden), not with (hidden, top_k_index, top_k_weights)" in message
+    assert (
+        "one (CalledWithOne): it is called with (hidden, scale), not with (hidden, top_k_index, top_k_weights)"
+        in message
+    )
     assert (
         "two (Stacked): its stacked weights differ in their first dimension: gate_up_proj [4, 8, 2], down_proj"
         " [3, 2, 4]" in message
@@ -84,29 +88,61 @@ def test_convolutions_are_not_near() -> None:
     assert [found.name for found in find_experts(model)] == ["1"]
 
 
-def _transposed() -> Stacked:
-    module = Stacked(gate_up_proj=(3, 2, 8), down_proj=(3, 4, 2))
-    module.is_transposed = True  # what transformers calls it
+def _described(**shapes: tuple[int, ...]) -> Stacked:
+    """With the attributes that transformers gives experts modules."""
+    module = Stacked(**shapes)
+    module.num_experts = 3
+    return module
+
+
+def _transposed(**shapes: tuple[int, ...]) -> Stacked:
+    module = _described(**shapes)
+    module.is_transposed = True
+    return module
+
+
+def _ungated() -> Ungated:
+    module = Ungated(up_proj=(3, 8, 2), down_proj=(3, 2, 8))
+    module.has_gate, module.act_fn = False, nn.ReLU()
     return module
 
 
 @pytest.mark.parametrize(
-    ("module", "reason"),
+    ("module", "adapter"),
     [
+        (_described(gate_up_proj=(3, 8, 2), down_proj=(3, 2, 4)), StackedExperts),
         (
             # as in gpt_oss
-            Stacked(gate_up_proj=(3, 2, 8), gate_up_proj_bias=(3, 8), down_proj=(3, 4, 2), down_proj_bias=(3, 2)),
-            "has the parameters down_proj, down_proj_bias, gate_up_proj, gate_up_proj_bias",
+            _transposed(gate_up_proj=(3, 2, 8), gate_up_proj_bias=(3, 8), down_proj=(3, 4, 2), down_proj_bias=(3, 2)),
+            StackedExperts,
         ),
-        (_transposed(), "stores transposed weights"),
-        (Stacked(up_proj=(3, 8, 2), down_proj=(3, 2, 8)), "has the parameters down_proj, up_proj"),
-        (Ungated(gate_up_proj=(3, 8, 2), down_proj=(3, 2, 4)), "has no `_apply_gate` method"),
+        (_ungated(), StackedExperts),
+        (_described(gate_up_proj=(3, 2, 8), down_proj=(3, 4, 2)), NativeExperts),  # nothing says that it is transposed
+        (_described(gate_up_proj=(3, 8, 2), down_proj=(3, 2, 4), scale=(3,)), NativeExperts),
+        (_described(w1=(3, 8, 2), w2=(3, 2, 4)), NativeExperts),
     ],
-    ids=["bias", "transposed", "other weights", "no gate"],
+    ids=["gated", "bias, transposed", "no gate", "transposed unsaid", "a scale", "other names"],
 )
-def test_unsupported_form_is_refused_by_name(module: nn.Module, reason: str) -> None:
+def test_the_form_decides_who_computes(module: nn.Module, adapter: type) -> None:
+    (found,) = find_experts(_beside_a_linear(module))
+    assert type(found.adapter) is adapter
+    assert set(found.adapter.parameters) == {name for name, _ in module.named_parameters()}
+    assert found.num_experts == 3
+
+
+def test_an_unknown_form_has_to_say_how_many_experts_it_has() -> None:
+    with pytest.raises(
+        NoExpertsError, match=r"mlp.0 \(Stacked\): its weights \(w1, w2\) are not those of gated experts"
+    ):
+        find_experts(_beside_a_linear(Stacked(w1=(3, 8, 2), w2=(3, 2, 4))))
+
+
+def test_a_module_dict_of_experts_is_refused() -> None:
+    experts = nn.ModuleDict({f"expert_{number}": nn.Linear(2, 2) for number in range(3)})
     with pytest.raises(NotImplementedError) as error:
-        find_experts(_beside_a_linear(module))
+        find_experts(_beside_a_linear(experts))
     message = str(error.value)
-    assert message.startswith(f"the experts module mlp.0 ({type(module).__name__}) {reason}")
-    assert message.endswith("supported are gated experts with weights gate_up_proj [E, 2I, H] and down_proj [E, H, I]")
+    assert message.startswith(
+        "the experts module mlp.0 (ModuleDict) is a ModuleDict of 3 experts, which cannot be spread"
+    )
+    assert "or to be a ModuleList of equal MLPs" in message and "register_experts" in message
