@@ -34,6 +34,7 @@ from lightning_moe_ep.experts import (
 )
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes
+from lightning_moe_ep.towers import complete_gradients
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -120,6 +121,7 @@ def parallelize(
             ignored_params=whole,
         )
     for root in roots:
+        complete_gradients(root, blocks, meshes.host_group)
         # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
         # (a LightningModule that holds its layers in a list of its own) is one of many, and must not.
         fully_shard(

@@ -30,6 +30,7 @@ FLOORS = {
     "checkpoint": 3,
     "mesh": 2,
     "shards": 2,
+    "towers": 2,
     "callbacks": 2,
     "layout": 1,
     "experts": 1,

@@ -14,6 +14,7 @@ from lightning_moe_ep.experts.spread import (
     mark_spread,
     spread_experts,
 )
+from lightning_moe_ep.experts.stacked import with_zero_gradients
 
 __all__ = [
     "Computation",
@@ -35,4 +36,5 @@ __all__ = [
     "mark_spread",
     "register_experts",
     "spread_experts",
+    "with_zero_gradients",
 ]

@@ -18,9 +18,10 @@ class ModuleDictExperts(ExpertsAdapter):
     @classmethod
     @override
     def match(cls, module: nn.Module, around: Sequence[nn.Module]) -> Self | None:
-        if isinstance(module, nn.ModuleDict) and len(module) > 1 and all(key.startswith("expert_") for key in module):
+        members = [key for key in module if key.startswith("expert_")] if isinstance(module, nn.ModuleDict) else []
+        if len(members) > 1:
             raise NotImplementedError(
-                f"is a ModuleDict of {len(module)} experts, which cannot be spread: it was expected to own stacked"
+                f"is a ModuleDict of {len(members)} experts, which cannot be spread: it was expected to own stacked"
                 " weights [E, ...], or to be a ModuleList of equal MLPs, which are stacked; put the experts in a"
                 " ModuleList, or describe the module with register_experts"
             )
