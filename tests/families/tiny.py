@@ -336,11 +336,16 @@ def tiny_batch(family: str, seed: int, tokens: int = 128) -> dict[str, Tensor]:
 
 def loss_of(family: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A scalar that depends on every output of the model."""
+    return weigh(_tensors(model(**batch)))
+
+
+def weigh(outputs: list[Tensor]) -> Tensor:
+    """The mean over tokens of a fixed random combination of what the model says of each."""
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros(())
-    for output in _tensors(model(**batch)):
+    for output in outputs:
         weights = torch.randn(output.shape[-1], generator=generator)
-        total = total + (output * weights).sum() / max(1, output[..., 0].numel())
+        total = total + (output * weights).sum(dim=-1).mean()
     return total
 
 
