@@ -32,6 +32,8 @@ def experts_one_by_one(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top
     for token, experts, weights in zip(hidden, top_k_index.tolist(), top_k_weights, strict=True):
         total = torch.zeros_like(token)
         for expert, weight in zip(experts, weights, strict=True):
+            if not 0 <= expert < len(self.gate_up_proj):  # no expert
+                continue
             gate, up = (self.gate_up_proj[expert] @ token).chunk(2)
             total = total + weight * (self.down_proj[expert] @ (F.silu(gate) * up))
         outputs.append(total)
