@@ -19,6 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 # Private; read at torch 2.13.0. A test fails when they move.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+# Private; read at transformers 5.24.0. A test fails when it moves.
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatcher_class
 from lightning_moe_ep.experts import (
@@ -124,6 +128,10 @@ def parallelize(
             shard_placement_fn=placement,
             ignored_params=whole,
         )
+        if isinstance(root, PreTrainedModel):
+            # It looks up by the class's name which outputs (router logits, hidden states) it can record, and FSDP2
+            # has given it another class; without this they would be missing without a word.
+            _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
     if meshes.layout.fsdp > 1:
