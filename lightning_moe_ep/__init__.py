@@ -2,6 +2,7 @@
 
 import logging
 
+from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
@@ -28,6 +29,7 @@ __all__ = [
     "TextDataModule",
     "TopKRouter",
     "build_meshes",
+    "load_balancing_loss",
     "materialize",
     "parallelize",
     "register_dispatcher",
