@@ -29,6 +29,7 @@ from lightning_moe_ep.experts import (
     Computation,
     ExpertsModule,
     SpreadExperts,
+    choice_biases,
     compute_experts,
     find_experts,
     is_spread,
@@ -56,6 +57,8 @@ def parallelize(
     roots: Sequence[nn.Module] | None = None,
 ) -> None:
     """Spread the experts of `model` over ep and shard everything with FSDP2, in place.
+
+    The biases that routers choose by (see `ExpertBiasCallback`) stay whole on every rank, in fp32.
 
     Args:
         model: a plain model, on the meta device or real (then whole and equal on every rank).
@@ -87,6 +90,7 @@ def parallelize(
     _check_shared_parameters(model, [*blocks, *roots])
 
     policy = mp_policy or MixedPrecisionPolicy()
+    biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy)
         forward = _local_forward(found)
@@ -105,7 +109,7 @@ def parallelize(
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement([found.module for found in experts], meshes)
-    whole = set(lone_expert_parameters(model))
+    whole = {*lone_expert_parameters(model), *biases}
     for block in blocks:
         if block in roots:
             continue
@@ -258,6 +262,17 @@ def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy) 
     )
     mark_spread(found.module, spread)
     return spread
+
+
+def _keep_choice_biases(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """Hold the biases that routers choose by in fp32; returns those that are parameters, for FSDP2 to leave alone.
+
+    It would gather them in the dtype of the forward, and choosing by a bias in bf16 is choosing by a coarse one.
+    """
+    biases = choice_biases(model)
+    for bias in biases:
+        bias.keep_fp32(device)
+    return [bias.tensor for bias in biases if isinstance(bias.tensor, nn.Parameter)]
 
 
 def _local_forward(found: ExpertsModule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

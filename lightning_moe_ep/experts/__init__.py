@@ -1,5 +1,6 @@
 """What an experts module is: finding it, computing it, and a layer of our own."""
 
+from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import Computation, compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
@@ -14,6 +15,7 @@ from lightning_moe_ep.experts.spread import (
 )
 
 __all__ = [
+    "ChoiceBias",
     "Computation",
     "ExpertsModule",
     "GroupedExperts",
@@ -22,6 +24,8 @@ __all__ = [
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
+    "biases_around",
+    "choice_biases",
     "compute_experts",
     "ep_size",
     "expert_parameters",
