@@ -3,7 +3,7 @@
 import logging
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CausalLMModule",
     "Dispatcher",
+    "ExpertBiasCallback",
     "ExpertGradientCallback",
     "GroupedExperts",
     "Layout",

@@ -67,13 +67,13 @@ def test_is_that_of_one_process(ranks: RankPool, counts: tuple[int, ...], masked
 def _in_groups() -> float:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     hidden, _ = _tokens((4, 6, 5, 7))[dist.get_rank()]
-    return float(load_balancing_loss(hidden @ _routers()[0].T, E, K, group=halves[dist.get_rank() // 2]))
+    return float(load_balancing_loss(hidden @ _routers()[0].T, E, K, group=halves[dist.get_rank() // 2]).detach())
 
 
 def test_over_a_group(ranks: RankPool) -> None:
     tokens = [hidden for hidden, _ in _tokens((4, 6, 5, 7))]
     losses = [transformers_loss((torch.cat(pair) @ _routers()[0].T,), E, K) for pair in (tokens[:2], tokens[2:])]
-    right = [float(loss) for loss in losses for _ in range(2)]
+    right = [float(loss.detach()) for loss in losses for _ in range(2)]
     assert right[0] != pytest.approx(right[2], rel=1e-2)
     assert ranks.run(_in_groups, world=4) == pytest.approx(right, rel=1e-5)
 
