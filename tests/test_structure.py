@@ -37,6 +37,7 @@ FLOORS = {
     "dispatch": 1,
     "gradients": 1,
     "causal_lm": 1,
+    "balance": 0,
     "data": 1,
     "rows": 0,
 }

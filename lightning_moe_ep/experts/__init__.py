@@ -2,6 +2,7 @@
 
 from lightning_moe_ep.experts import families as families
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, register_experts
+from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
@@ -17,6 +18,7 @@ from lightning_moe_ep.experts.spread import (
 from lightning_moe_ep.experts.stacked import with_zero_gradients
 
 __all__ = [
+    "ChoiceBias",
     "Computation",
     "Dispatch",
     "ExpertsAdapter",
@@ -27,6 +29,8 @@ __all__ = [
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
+    "biases_around",
+    "choice_biases",
     "compute_experts",
     "ep_size",
     "expert_parameters",

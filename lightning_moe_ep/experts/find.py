@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_moe_ep.experts.adapter import ExpertsAdapter, adapter_for
+from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.experts.stacked import positional_arguments, stacked_parameters
 
 
@@ -52,7 +53,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
         path = name.split(".") if name else []
         around = [model.get_submodule(".".join(path[:length])) for length in range(len(path) - 1, -1, -1)]
         try:
-            adapter = adapter_for(module, around)
+            adapter = spread.adapter if (spread := spread_of(module)) else adapter_for(module, around)
         except NotImplementedError as error:
             raise NotImplementedError(f"the experts module {name} ({type(module).__name__}) {error}") from None
         if adapter is not None:

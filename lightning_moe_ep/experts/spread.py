@@ -51,14 +51,19 @@ def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
     setattr(module, _ATTRIBUTE, spread)
 
 
+def spread_of(module: nn.Module) -> SpreadExperts | None:
+    """What was recorded of `module`, if it is an experts module that is spread."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
 def is_spread(module: nn.Module) -> bool:
-    return hasattr(module, _ATTRIBUTE)
+    return spread_of(module) is not None
 
 
 def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]]:
     """All experts modules of `model` that `parallelize` has been over."""
     for module in model.modules():
-        if (spread := getattr(module, _ATTRIBUTE, None)) is not None:
+        if (spread := spread_of(module)) is not None:
             yield module, spread
 
 
