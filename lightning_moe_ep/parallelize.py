@@ -39,7 +39,7 @@ from lightning_moe_ep.experts import (
 )
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes
-from lightning_moe_ep.towers import complete_gradients
+from lightning_moe_ep.towers import check_same_way, complete_gradients
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -129,7 +129,6 @@ def parallelize(
             ignored_params=whole,
         )
     for root in roots:
-        complete_gradients(root, blocks, meshes.host_group)
         # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
         # (a LightningModule that holds its layers in a list of its own) is one of many, and must not.
         fully_shard(
@@ -146,6 +145,12 @@ def parallelize(
             _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
+    names = {module: name for name, module in model.named_modules()}
+    for root in roots:
+        inside = set(root.modules())
+        first = {names[sequence[0]]: sequence[0] for sequence in sequences if sequence and sequence[0] in inside}
+        complete_gradients(root, sequences, meshes.host_group)
+        check_same_way(root, first, meshes.host_group)
     if meshes.layout.fsdp > 1:
         for sequence in sequences:
             _prefetch([block for block in sequence if block not in roots])

@@ -6,7 +6,8 @@ part that another's did not, all get zero gradients for it beside those that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +18,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_moe_ep.experts import with_zero_gradients
+from lightning_moe_ep.rows import is_recomputation
 
 
-def complete_gradients(root: nn.Module, blocks: Sequence[nn.Module], host_group: dist.ProcessGroup) -> None:
-    """Have ranks agree, in each forward of `root` that is trained, on which of its parts are used; before FSDP2.
+def complete_gradients(
+    root: nn.Module, sequences: Sequence[Sequence[nn.Module]], host_group: dist.ProcessGroup
+) -> None:
+    """Have ranks agree, in each forward of `root` that is trained, on which of its parts are used.
 
     Costs a small exchange over the host in each such forward, and nothing for a model without towers: without layers
-    in a list beside those that hold experts.
+    in a list beside those that hold experts. After FSDP2, whose hooks must see what these do.
 
     Args:
         root: a module that is called from outside.
-        blocks: those of its modules that FSDP2 shards by themselves, which every forward calls.
+        sequences: its lists of layers that FSDP2 shards by themselves, which every forward calls.
         host_group: all ranks, for host values.
     """
-    inside = {module for block in blocks for module in block.modules()}
+    inside = {module for sequence in sequences for block in sequence for module in block.modules()}
     parts = [module for module in root.modules() if module not in inside]
     has_tower = any(
         isinstance(part, nn.ModuleList) and any(module not in inside for module in part.children())
@@ -39,6 +43,25 @@ def complete_gradients(root: nn.Module, blocks: Sequence[nn.Module], host_group:
     )
     if host_group.size() > 1 and has_tower:
         _Completion([part for part in parts if part is not root], host_group).hook(root)
+        for sequence in sequences:
+            if sequence:
+                sequence[0].register_forward_pre_hook(_require_gradient, prepend=True)
+
+
+def _require_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the first layer's input require a gradient on every rank, if it does where a trained tower adds to it.
+
+    torch 2.13: FSDP2 reduces a module's gradients when that of its input is there, and those of one whose input needs
+    none at the very end: in another order than on the other ranks.
+    """
+    if not torch.is_grad_enabled() or is_recomputation():
+        return args
+    return tuple(
+        arg.detach().requires_grad_()
+        if isinstance(arg, Tensor) and arg.is_floating_point() and not arg.requires_grad
+        else arg
+        for arg in args
+    )
 
 
 class _Completion:
@@ -51,7 +74,7 @@ class _Completion:
         root.register_forward_pre_hook(lambda *_: self._called.clear())
         for part in self._parts:
             part.register_forward_pre_hook(lambda part, _: self._called.add(part))
-        root.register_forward_hook(self._complete)
+        root.register_forward_hook(self._complete, prepend=True)
 
     def _complete(self, root: nn.Module, args: Any, output: Any) -> Any:
         own = {
@@ -75,3 +98,39 @@ class _Completion:
             return with_zero_gradients(value, weights) if differentiable else value
 
         return tree_map(complete, output) if weights else output
+
+
+def check_same_way(root: nn.Module, first_blocks: Mapping[str, nn.Module], host_group: dist.ProcessGroup) -> None:
+    """Have ranks tell each other, over the host, which list of layers they come to; raise where they do not agree.
+
+    For a model with experts in more than one list, say in a vision tower too: a rank that left one out would wait in a
+    collective of the next while the others wait in one of the first. After FSDP2, whose hooks must come later.
+
+    Args:
+        root: a module that is called from outside.
+        first_blocks: the first layer of each list, by name.
+        host_group: all ranks, for host values.
+    """
+    if len(first_blocks) < 2 or host_group.size() == 1:
+        return
+    places = [*first_blocks, "the end of the forward"]
+
+    def check(place: int, *_: Any) -> None:
+        if is_recomputation():
+            return
+        everyone = torch.empty(host_group.size(), dtype=torch.int64)
+        dist.all_gather_single(everyone, torch.tensor([place]), group=host_group)
+        where = everyone.tolist()
+        if len(set(where)) > 1:
+            at = [
+                f"rank(s) {[rank for rank, other in enumerate(where) if other == place]} came to {places[place]}"
+                for place in sorted(set(where))
+            ]
+            raise RuntimeError(
+                f"{' but '.join(at)}: each batch has to go through every list of layers with experts, or none may; give"
+                " each rank an input for all of them (an image, say), or leave it out on all ranks"
+            )
+
+    for number, block in enumerate(first_blocks.values()):
+        block.register_forward_pre_hook(partial(check, number), prepend=True)
+    root.register_forward_hook(partial(check, len(first_blocks)), prepend=True)
