@@ -7,19 +7,24 @@ as data parallelism does, is that of the token-weighted mean over the world and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
+
+from lightning_moe_ep.experts import find_experts, find_routers
+
+Freeze = Literal["none", "experts", "router"]
+"""What is not trained: nothing, the routed experts, or what chooses among them."""
 
 IGNORED_LABEL = -100
 
@@ -36,6 +41,7 @@ class CausalLMModule(L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 20,
         min_lr_ratio: float = 0.1,
+        freeze: Freeze = "none",
     ) -> None:
         """
         Args:
@@ -46,9 +52,11 @@ class CausalLMModule(L.LightningModule):
             betas: AdamW's decay rates of the two moments.
             warmup_steps: Optimizer steps over which the learning rate rises from 0.
             min_lr_ratio: The learning rate at the end of the cosine decay, as a share of the highest.
+            freeze: What is not trained: "experts" (the routed experts; a shared expert is trained), "router", or
+                "none" of the model.
 
         Raises:
-            ValueError: not exactly one of config and pretrained, or a config without a model_type.
+            ValueError: not exactly one of config and pretrained, a config without a model_type, or another freeze.
             FileNotFoundError: `pretrained` is not a folder.
         """
         super().__init__()
@@ -61,6 +69,8 @@ class CausalLMModule(L.LightningModule):
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
         if pretrained is not None and not Path(pretrained).is_dir():
             raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
+        if freeze not in get_args(Freeze):
+            raise ValueError(f"freeze={freeze!r} is not known; use one of {list(get_args(Freeze))}")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
@@ -81,7 +91,18 @@ class CausalLMModule(L.LightningModule):
             with torch.device("meta" if on_meta else self.device):
                 self.model = AutoModelForCausalLM.from_config(config)
         self.model.train()
+        self._freeze()
         self._check_vocabulary()
+
+    def _freeze(self) -> None:
+        assert self.model is not None
+        frozen: Iterable[nn.Module] = ()
+        if self.hparams.freeze == "experts":
+            frozen = [found.module for found in find_experts(self.model)]
+        elif self.hparams.freeze == "router":
+            frozen = find_routers(self.model).values()
+        for module in frozen:
+            module.requires_grad_(False)
 
     def _check_vocabulary(self) -> None:
         # There is no trainer in `load_from_checkpoint`.

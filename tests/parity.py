@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy, register_dispatcher
 from lightning_moe_ep.dispatch import OverlappedDispatcher
 from tests import oracle
-from tests.models import ADAM_EPS, build, loss_of, make_batch
+from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
 from tests.pool import RankPool
 
 
@@ -93,6 +93,8 @@ class Case:
     norm_type: float = 2.0
     precision: Any = "32-true"
     strategy: dict[str, Any] = field(default_factory=dict)
+    frozen: str = NOTHING
+    """A pattern of the names of parameters that are not trained."""
 
     def batches(self) -> list[list[list[dict[str, Tensor]]]]:
         """`[step][rank][micro-batch]`."""
@@ -115,6 +117,7 @@ class CaseModule(L.LightningModule):
 
     def configure_model(self) -> None:
         self.model = build(self.case.kind, **self.case.model)
+        freeze(self.model, self.case.frozen)
 
     def train_dataloader(self) -> Any:
         batches = [batch for step in self.case.batches() for batch in step[dist.get_rank()]]
@@ -139,9 +142,14 @@ class Probe(L.Callback):
         self.initial = whole(dict(pl_module.model.named_parameters()))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        missing = [name for name, p in pl_module.model.named_parameters() if p.grad is None]
+        trained = {name: p.grad for name, p in pl_module.model.named_parameters() if p.requires_grad}
+        missing = [name for name, gradient in trained.items() if gradient is None]
         assert not missing, f"no gradient: {missing}"
-        self.gradients.append(whole({name: p.grad for name, p in pl_module.model.named_parameters()}))
+        needless = [
+            name for name, p in pl_module.model.named_parameters() if name not in trained and p.grad is not None
+        ]
+        assert not needless, f"a gradient that nobody needs: {needless}"
+        self.gradients.append(whole(trained))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step > len(self.norms):
@@ -183,7 +191,9 @@ def check(pool: RankPool, case: Case) -> None:
     """Run the case and compare with the oracle: gradients to 1e-5, norms to 1e-6, weights to 1e-4."""
     results = pool.run(train, case, world=case.world)
     initial, ours = results[0]
-    theirs = oracle.answer(case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type)
+    theirs = oracle.answer(
+        case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type, frozen=case.frozen
+    )
     for step, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         error, name = worst(mine, right)
         assert error < 1e-5, f"step {step}: the gradient of {name} is off by {error:.1e}"

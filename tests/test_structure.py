@@ -32,11 +32,11 @@ FLOORS = {
     "shards": 2,
     "towers": 2,
     "callbacks": 2,
+    "causal_lm": 2,
     "layout": 1,
     "experts": 1,
     "dispatch": 1,
     "gradients": 1,
-    "causal_lm": 1,
     "data": 1,
     "rows": 0,
 }

@@ -5,6 +5,7 @@ from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapt
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
+from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import (
     SpreadExperts,
     ep_size,
@@ -31,6 +32,7 @@ __all__ = [
     "ep_size",
     "expert_parameters",
     "find_experts",
+    "find_routers",
     "is_spread",
     "lone_expert_parameters",
     "mark_spread",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
-from tests.models import ADAM_EPS, build, loss_of, make_batch
+from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
 from tests.parity import trainer, whole
 from tests.pool import RankPool
 
@@ -75,6 +75,8 @@ class Run:
     """Of a ModelCheckpoint, if there is to be one."""
     options: dict[str, Any] = field(default_factory=dict)
     hparams: dict[str, Any] = field(default_factory=dict)
+    seed: int = 7
+    """Of the initial weights."""
 
 
 class Module(L.LightningModule):
@@ -84,6 +86,7 @@ class Module(L.LightningModule):
 
     def configure_model(self) -> None:
         self.model = build("own", **MODELS[self.hparams.model])
+        freeze(self.model, self.hparams.get("frozen", NOTHING))
 
     def train_dataloader(self) -> Any:
         return DataLoader(list(range(1000)), batch_size=None)
@@ -135,7 +138,7 @@ class Outcome:
 
 def run(of: Run) -> Outcome:
     """On a rank of the pool, or in the test's own process for plain Lightning."""
-    L.seed_everything(7, verbose=False)
+    L.seed_everything(of.seed, verbose=False)
     module = Module(of.model, of.optimizer, **of.hparams)
     with messages() as seen:
         fitted = make_trainer(of)
