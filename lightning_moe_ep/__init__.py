@@ -9,6 +9,7 @@ from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_
 from lightning_moe_ep.experts import GroupedExperts, MoELayer, SharedExpert, TopKRouter, spread_experts
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.lora import merged_model, save_adapter
 from lightning_moe_ep.mesh import Meshes, build_meshes
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
@@ -29,9 +30,11 @@ __all__ = [
     "TopKRouter",
     "build_meshes",
     "materialize",
+    "merged_model",
     "parallelize",
     "register_dispatcher",
     "remember_routing",
+    "save_adapter",
     "spread_experts",
 ]
 

@@ -25,6 +25,7 @@ from lightning_moe_ep.experts import (
     Computation,
     ExpertsModule,
     SpreadExperts,
+    check_not_quantized,
     expert_parameters,
     find_experts,
     is_spread,
@@ -33,6 +34,7 @@ from lightning_moe_ep.experts import (
     spread_experts,
 )
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
 from lightning_moe_ep.towers import complete_gradients
 
@@ -67,10 +69,12 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
+        NotImplementedError: weights are quantised, or an adapter is of a kind that cannot be spread.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, or an option has a value that there is not.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+    check_not_quantized(model)
     experts = find_experts(model)
     for found in experts:
         if is_spread(found.module):
@@ -134,6 +138,7 @@ def parallelize(
         )
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
+    guard_peft(model)
     if meshes.layout.fsdp > 1:
         for sequence in sequences:
             _prefetch([block for block in sequence if block not in roots])

@@ -7,6 +7,8 @@ no row. The gate, the activation and a norm after the experts are the module's o
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,43 @@ ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a stacked weight: for each expert `scaling * second @ first`."""
+
+    first: Tensor
+    """`[L, r, width in]`"""
+
+    second: Tensor
+    """`[L, width out, r]`"""
+
+    scaling: float
+
+    def whole(self) -> Tensor:
+        """`[L, width out, width in]`"""
+        return self.scaling * (self.second @ self.first)
+
+    def of_all(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        first, second = self.first.to(rows.dtype), self.second.to(rows.dtype)
+        # grouped_mm takes no row of r numbers that does not fill a multiple of ALIGNMENT.
+        missing = -first.shape[1] % (ALIGNMENT // rows.element_size())
+        first, second = F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
+        narrow = F.grouped_mm(rows, first.transpose(1, 2), offs=groups.offsets)
+        return F.grouped_mm(narrow * self.scaling, second.transpose(1, 2), offs=groups.offsets)
+
+    def of_one(self, expert: int, rows: Tensor) -> Tensor:
+        first, second = self.first[expert].to(rows.dtype), self.second[expert].to(rows.dtype)
+        return F.linear(F.linear(rows, first) * self.scaling, second)
+
+
 def compute_experts(
-    module: nn.Module, rows: Tensor, groups: RowGroups, weights: Tensor | None = None, *, computation: Computation
+    module: nn.Module,
+    rows: Tensor,
+    groups: RowGroups,
+    weights: Tensor | None = None,
+    *,
+    computation: Computation,
+    low_rank: Mapping[str, Sequence[LowRank]] | None = None,
 ) -> Tensor:
     """Run the experts whose weights this rank holds.
 
@@ -37,6 +74,7 @@ def compute_experts(
         weights: `[R]`, by which each row's output is multiplied; None: by 1. grouped_mm multiplies the I activations
             before the down projection, which comes to the same and is less to do.
         computation: `auto` is grouped_mm wherever the sizes and the device admit it, else loop.
+        low_rank: what adapters add to a weight, by its name; `native` takes none.
 
     Returns:
         `[R, H]` in the dtype of `rows`.
@@ -46,7 +84,7 @@ def compute_experts(
     """
     if computation == "native" and len(rows):
         return native(module, rows, groups, weights)
-    up, down = _Projection(module, up_name(module)), _Projection(module, "down_proj")
+    up, down = (_Projection(module, name, low_rank or {}) for name in (up_name(module), "down_proj"))
     activate = module._apply_gate if up.name == "gate_up_proj" else module.act_fn
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     inputs = rows.to(up.weight.dtype)
@@ -72,8 +110,9 @@ def up_name(module: nn.Module) -> str:
 class _Projection:
     """One of the two stacked linear maps of an experts module."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, low_rank: Mapping[str, Sequence[LowRank]]) -> None:
         self.name = name
+        self.low_rank = low_rank.get(name, ())
         weight = local_parameter(module, name)
         self.weight = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
         """`[L, width in, width out]`"""
@@ -83,6 +122,8 @@ class _Projection:
     def of_all(self, rows: Tensor, groups: RowGroups, weights: Tensor | None = None) -> Tensor:
         """All experts on their rows; `weights` are those that the rows have been multiplied by already."""
         outputs = F.grouped_mm(rows, self.weight, offs=groups.offsets)
+        for added in self.low_rank:
+            outputs = outputs + added.of_all(rows, groups)
         if self.bias is None:
             return outputs
         bias = self.bias.repeat_interleave(groups.sizes, dim=0, output_size=len(rows))
@@ -90,6 +131,8 @@ class _Projection:
 
     def of_one(self, expert: int, rows: Tensor) -> Tensor:
         outputs = rows @ self.weight[expert]
+        for added in self.low_rank:
+            outputs = outputs + added.of_one(expert, rows)
         return outputs if self.bias is None else outputs + self.bias[expert]
 
 
