@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: install demo test lint types format clean
+.PHONY: install demo test sweep families lint types format clean
 
 install: $(READY)
 
@@ -22,6 +22,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Every Mixture-of-Experts family of transformers.
+sweep: $(READY)
+	$(BIN)/python -m pytest -m sweep tests/families
+
+# Writes docs/families.md from such a run.
+families: $(READY)
+	$(BIN)/python -m tests.families.table
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

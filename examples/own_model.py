@@ -20,10 +20,10 @@ PIECES = 8
 class Block(nn.Module):
     """Residual, as in a transformer: each member of a ModuleList around experts becomes one FSDP2 unit."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, moe: nn.Module) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden_size)
-        self.moe = MoELayer(hidden_size, intermediate_size=2 * hidden_size, num_experts=PIECES, top_k=2)
+        self.moe = moe
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.moe(self.norm(hidden))
@@ -37,8 +37,11 @@ class Waves(L.LightningModule):
     def configure_model(self) -> None:
         hidden_size = self.hparams.hidden_size
         self.embed = nn.Linear(1 + PIECES, hidden_size)
-        self.blocks = nn.ModuleList([Block(hidden_size), Block(hidden_size)])
+        self.blocks = nn.ModuleList(Block(hidden_size, self.make_moe(hidden_size)) for _ in range(2))
         self.head = nn.Linear(hidden_size, 1)
+
+    def make_moe(self, hidden_size: int) -> nn.Module:
+        return MoELayer(hidden_size, intermediate_size=2 * hidden_size, num_experts=PIECES, top_k=2)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -67,7 +70,7 @@ def waves(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, torch.sin((pieces + 1) * points))
 
 
-def train(strategy: MoEEPStrategy) -> None:
+def train(strategy: MoEEPStrategy, module_class: type[Waves] = Waves) -> None:
     L.seed_everything(0)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -79,7 +82,7 @@ def train(strategy: MoEEPStrategy) -> None:
         enable_progress_bar=False,
     )
     trainer.fit(
-        Waves(),
+        module_class(),
         DataLoader(waves(8192, seed=1), batch_size=64),
         DataLoader(waves(1024, seed=2), batch_size=128),
     )

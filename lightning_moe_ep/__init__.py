@@ -6,7 +6,16 @@ from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
-from lightning_moe_ep.experts import GroupedExperts, MoELayer, SharedExpert, TopKRouter, spread_experts
+from lightning_moe_ep.experts import (
+    Dispatch,
+    ExpertsAdapter,
+    GroupedExperts,
+    MoELayer,
+    SharedExpert,
+    TopKRouter,
+    register_experts,
+    spread_experts,
+)
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import merged_model, save_adapter
@@ -18,8 +27,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CausalLMModule",
+    "Dispatch",
     "Dispatcher",
     "ExpertGradientCallback",
+    "ExpertsAdapter",
     "GroupedExperts",
     "Layout",
     "Meshes",
@@ -33,6 +44,7 @@ __all__ = [
     "merged_model",
     "parallelize",
     "register_dispatcher",
+    "register_experts",
     "remember_routing",
     "save_adapter",
     "spread_experts",

@@ -1,7 +1,7 @@
 """Parts of a model that a batch may leave out: the vision tower where a batch has no image.
 
-FSDP2 reduces the gradients that there are, and hangs where ranks differ on which. A rank whose forward left out a part
-that another rank's did not gets zero gradients for it, so that all reduce the same.
+FSDP2 reduces the gradients that there are, and hangs where ranks differ on which. Where one rank's forward left out a
+part that another's did not, all get zero gradients for it beside those that they have, and reduce the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def complete_gradients(root: nn.Module, blocks: Sequence[nn.Module], host_group:
 
 class _Completion:
     def __init__(self, parts: Sequence[nn.Module], host_group: dist.ProcessGroup) -> None:
-        self._parts = [part for part in parts if next(part.parameters(recurse=False), None) is not None]
+        self._parts = [part for part in parts if next(part.parameters(), None) is not None]
         self._host_group = host_group
         self._called: set[nn.Module] = set()
 
@@ -54,14 +54,21 @@ class _Completion:
         root.register_forward_hook(self._complete)
 
     def _complete(self, root: nn.Module, args: Any, output: Any) -> Any:
-        trained = [p for p in self._parts if any(w.requires_grad for w in p.parameters(recurse=False))]
-        if not trained or not torch.is_grad_enabled():
+        own = {
+            part: [w for w in part._parameters.values() if w is not None and w.requires_grad] for part in self._parts
+        }
+        if not any(own.values()) or not torch.is_grad_enabled():
             return output
-        here = torch.tensor([part in self._called for part in trained], dtype=torch.uint8)
-        somewhere = here.clone()
-        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX, group=self._host_group)
-        missing = [part for part, left_out in zip(trained, (somewhere > here).tolist(), strict=True) if left_out]
-        weights = [weight for part in missing for weight in part.parameters(recurse=False)]
+        calls = torch.tensor([part in self._called for part in self._parts], dtype=torch.int32)
+        dist.all_reduce(calls, group=self._host_group)
+        differing = [
+            part
+            for part, number in zip(self._parts, calls.tolist(), strict=True)
+            if 0 < number < self._host_group.size()
+        ]
+        # All that is inside of them, on every rank: a weight may be used without a call of its module, or not at all.
+        inside = dict.fromkeys(module for part in differing for module in part.modules())
+        weights = [weight for module in inside for weight in own.get(module, ())]
 
         def complete(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and value.requires_grad

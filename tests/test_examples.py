@@ -12,6 +12,7 @@ from tests.cli.processes import REPOSITORY, run_python
 RESULTS = {
     "own_model.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
     "own_dispatcher.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
+    "own_experts.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
 }
 """By program: where its result is in what it prints, and what it has to be below."""
 

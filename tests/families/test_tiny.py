@@ -13,6 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from tests.families.find import families, is_family
 from tests.families.tiny import CANNOT_RUN, NO_GRADIENT, loss_of, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.sweep
+
 RUNNABLE = [family for family in families() if family not in CANNOT_RUN]
 
 

@@ -6,7 +6,7 @@ goes to the experts that are, with its weight, which multiplies it there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts, weigh
+from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.rows import RowGroups
 
 
@@ -22,6 +23,7 @@ class Llama4Experts(ExpertsAdapter):
     """`Llama4TextExperts`, called by way of the `Llama4TextMoe` around it (read at transformers 5.24)."""
 
     parameters = ("gate_up_proj", "down_proj")
+    computations = frozenset({"auto", "grouped_mm", "loop"})
 
     def __init__(self, module: nn.Module, block: nn.Module) -> None:
         super().__init__(module)
@@ -31,6 +33,11 @@ class Llama4Experts(ExpertsAdapter):
     @override
     def match(cls, module: nn.Module, around: Sequence[nn.Module]) -> Self | None:
         return cls(module, around[0]) if is_a(module, "Llama4TextExperts") else None
+
+    @override
+    def prepare(self) -> None:
+        self.module.is_transposed = True
+        self.module._apply_gate = self._apply_gate
 
     @override
     def install(self, dispatch: Dispatch, *, alone: bool) -> None:
@@ -46,9 +53,8 @@ class Llama4Experts(ExpertsAdapter):
 
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:
-        return super().compute(weigh(rows, weights), groups, None, computation=computation)
+        return compute_experts(self.module, weigh(rows, weights), groups, computation=computation)
 
-    @override
-    def expert(self, parameters: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        gate, up = (rows @ parameters["gate_up_proj"]).chunk(2, dim=-1)
-        return (up * self.module.act_fn(gate)) @ parameters["down_proj"]
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return up * self.module.act_fn(gate)

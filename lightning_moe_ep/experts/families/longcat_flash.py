@@ -6,15 +6,16 @@ of their own, as they cannot be spread; files have them where the plain model ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, is_a, register_experts
+from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
+from lightning_moe_ep.experts.compute import compute_experts
+from lightning_moe_ep.rows import RowGroups
 
 _UNUSED = "gate_up_proj_of_zero_experts"
 
@@ -24,6 +25,7 @@ class LongcatFlashExperts(ExpertsAdapter):
     """`LongcatFlashExperts` (read at transformers 5.24)."""
 
     parameters = ("gate_up_proj", "down_proj")
+    computations = frozenset({"auto", "grouped_mm", "loop"})
 
     @classmethod
     @override
@@ -37,6 +39,7 @@ class LongcatFlashExperts(ExpertsAdapter):
 
     @override
     def prepare(self) -> None:
+        self.module._apply_gate = self._apply_gate
         whole = self.module.gate_up_proj
         if whole.shape[0] == self.num_experts:
             return
@@ -50,9 +53,12 @@ class LongcatFlashExperts(ExpertsAdapter):
         return dispatch(hidden_states, top_k_index, top_k_weights) + (hidden_states * zero).to(hidden_states.dtype)
 
     @override
-    def expert(self, parameters: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        gate, up = F.linear(rows, parameters["gate_up_proj"]).chunk(2, dim=-1)
-        return F.linear(self.module.act_fn(gate) * up, parameters["down_proj"])
+    def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:
+        return compute_experts(self.module, rows, groups, weights, computation=computation)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.module.act_fn(gate) * up
 
     @override
     def to_file(self, state: dict[str, Any]) -> dict[str, Any]:
