@@ -65,8 +65,12 @@ class SameExpertRouter(TopKRouter):
         return logits, logits.softmax(dim=-1).gather(1, index).to(hidden.dtype), index
 
 
-def build(kind: str, **options: Any) -> nn.Module:
-    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`."""
+def build(kind: str, *, lora: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`; with `lora`, wrapped by plain PEFT."""
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(build(kind, **options), LoraConfig(**lora))
     if kind == "own":
         return OwnModel(**options)
     if kind == "own_same_expert":

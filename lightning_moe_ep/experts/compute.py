@@ -24,43 +24,46 @@ ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
 
 
+_LOW_RANK = "_low_rank"
+
+
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a stacked weight: for each expert `scaling * second @ first`."""
+    """What an adapter adds to stacked weights `[L, n, m]`: for each expert `scaling * left @ right`."""
 
-    first: Tensor
-    """`[L, r, width in]`"""
+    left: Tensor
+    """`[L, n, r]`"""
 
-    second: Tensor
-    """`[L, width out, r]`"""
+    right: Tensor
+    """`[L, r, m]`"""
 
     scaling: float
 
+    @property
+    def mT(self) -> LowRank:  # noqa: N802
+        """What it adds to the transposed weights."""
+        return LowRank(self.right.mT, self.left.mT, self.scaling)
+
     def whole(self) -> Tensor:
-        """`[L, width out, width in]`"""
-        return self.scaling * (self.second @ self.first)
+        """`[L, n, m]`"""
+        return self.scaling * (self.left @ self.right)
 
     def of_all(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        first, second = self.first.to(rows.dtype), self.second.to(rows.dtype)
-        # grouped_mm takes no row of r numbers that does not fill a multiple of ALIGNMENT.
-        missing = -first.shape[1] % (ALIGNMENT // rows.element_size())
-        first, second = F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
-        narrow = F.grouped_mm(rows, first.transpose(1, 2), offs=groups.offsets)
-        return F.grouped_mm(narrow * self.scaling, second.transpose(1, 2), offs=groups.offsets)
+        """From `[R, n]` rows to `[R, m]`."""
+        # grouped_mm takes no matrix whose rows do not fill multiples of ALIGNMENT.
+        left, right = (part.to(rows.dtype) for part in (self.left, self.right))
+        if missing := -left.shape[2] % (ALIGNMENT // rows.element_size()):
+            left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+        narrow = F.grouped_mm(rows, left, offs=groups.offsets)
+        return F.grouped_mm(narrow * self.scaling, right, offs=groups.offsets)
 
     def of_one(self, expert: int, rows: Tensor) -> Tensor:
-        first, second = self.first[expert].to(rows.dtype), self.second[expert].to(rows.dtype)
-        return F.linear(F.linear(rows, first) * self.scaling, second)
+        left, right = (part[expert].to(rows.dtype) for part in (self.left, self.right))
+        return (rows @ left) * self.scaling @ right
 
 
 def compute_experts(
-    module: nn.Module,
-    rows: Tensor,
-    groups: RowGroups,
-    weights: Tensor | None = None,
-    *,
-    computation: Computation,
-    low_rank: Mapping[str, Sequence[LowRank]] | None = None,
+    module: nn.Module, rows: Tensor, groups: RowGroups, weights: Tensor | None = None, *, computation: Computation
 ) -> Tensor:
     """Run the experts whose weights this rank holds.
 
@@ -68,13 +71,13 @@ def compute_experts(
         module: an experts module as transformers describes them. Its weights are `gate_up_proj [L, 2I, H]` and
             `down_proj [L, H, I]` (or DTensors with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
             It may have `up_proj [L, I, H]` and `act_fn` instead of a gate, biases (`NAME_bias [L, width]`), both
-            weights transposed (`is_transposed`), and a `post_expert_norm` (`has_post_expert_norm`).
+            weights transposed (`is_transposed`), and a `post_expert_norm` (`has_post_expert_norm`). `with_low_rank`
+            gives one to whose weights adapters add something, which `native` does not take.
         rows: `[R, H]`, sorted by expert; R may be 0.
         groups: which rows belong to which expert.
         weights: `[R]`, by which each row's output is multiplied; None: by 1. grouped_mm multiplies the I activations
             before the down projection, which comes to the same and is less to do.
         computation: `auto` is grouped_mm wherever the sizes and the device admit it, else loop.
-        low_rank: what adapters add to a weight, by its name; `native` takes none.
 
     Returns:
         `[R, H]` in the dtype of `rows`.
@@ -84,7 +87,7 @@ def compute_experts(
     """
     if computation == "native" and len(rows):
         return native(module, rows, groups, weights)
-    up, down = (_Projection(module, name, low_rank or {}) for name in (up_name(module), "down_proj"))
+    up, down = (_Projection(module, name) for name in (up_name(module), "down_proj"))
     activate = module._apply_gate if up.name == "gate_up_proj" else module.act_fn
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     inputs = rows.to(up.weight.dtype)
@@ -102,6 +105,13 @@ def compute_experts(
     return weigh(outputs if norm is None else norm(outputs), weights).to(rows.dtype)
 
 
+def with_low_rank(module: nn.Module, low_rank: Mapping[str, Sequence[LowRank]]) -> nn.Module:
+    """A shallow copy of an experts module, for `compute_experts`, with what adapters add to weights of these names."""
+    local = copy.copy(module)
+    object.__setattr__(local, _LOW_RANK, low_rank)
+    return local
+
+
 def up_name(module: nn.Module) -> str:
     """The parameter of the first projection: with the gate's, or alone."""
     return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
@@ -110,12 +120,14 @@ def up_name(module: nn.Module) -> str:
 class _Projection:
     """One of the two stacked linear maps of an experts module."""
 
-    def __init__(self, module: nn.Module, name: str, low_rank: Mapping[str, Sequence[LowRank]]) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
-        self.low_rank = low_rank.get(name, ())
+        transposed = getattr(module, "is_transposed", False)
         weight = local_parameter(module, name)
-        self.weight = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
+        self.weight = weight if transposed else weight.mT
         """`[L, width in, width out]`"""
+        added = getattr(module, _LOW_RANK, {}).get(name, ())
+        self.low_rank = [each if transposed else each.mT for each in added]
         self.bias = local_parameter(module, f"{name}_bias") if hasattr(module, f"{name}_bias") else None
         """`[L, width out]`"""
 

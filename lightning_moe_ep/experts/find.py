@@ -77,9 +77,9 @@ def _check_no_adapters_inside(name: str, adapter: ExpertsAdapter) -> None:
     for inner, part in base.module.named_modules():
         if hasattr(part, "lora_A"):
             raise NotImplementedError(
-                f"the experts module {name} ({type(base.module).__name__}) has a LoRA adapter on its part {inner};"
-                " only stacked weights [E, ...] of three dimensions can have one, by target_parameters. Take that part out of"
-                " the adapter's targets"
+                f"the experts module {name} ({type(base.module).__name__}) has a LoRA adapter on its part {inner}; only"
+                " stacked weights [E, ...] of three dimensions can have one, by target_parameters. Take that part out"
+                " of the adapter's targets"
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_moe_ep.experts.adapter import (
@@ -26,9 +27,14 @@ from lightning_moe_ep.experts.adapter import (
     local_parameter,
     register_experts,
 )
-from lightning_moe_ep.experts.compute import LowRank, compute_experts
+from lightning_moe_ep.experts.compute import LowRank, with_low_rank
+from lightning_moe_ep.experts.families.llama4 import Llama4Experts
+from lightning_moe_ep.experts.families.longcat_flash import LongcatFlashExperts
 from lightning_moe_ep.experts.stacked import StackedExperts
 from lightning_moe_ep.rows import RowGroups
+
+_BY_COMPUTE_EXPERTS = (StackedExperts.compute, Llama4Experts.compute, LongcatFlashExperts.compute)
+"""The `compute` of kinds that is `compute_experts`, which has the rows go through the adapters."""
 
 
 @register_experts
@@ -45,6 +51,7 @@ class LoraExperts(ExpertsAdapter):
         self.base = base
         self.computations = base.computations  # type: ignore[misc]  # those of this one, not of the class
         self._wrappers = {"base_layer." * depth: wrapper for depth, wrapper in enumerate(wrappers)}
+        self._transposed = getattr(base.module, "is_transposed", False)  # as PEFT saw it, before base.prepare()
         self._base_prefix = "base_layer." * len(wrappers)
         self._firsts = [
             f"{at}lora_A.{name}.weight" for at, wrapper in self._wrappers.items() for name in wrapper.lora_A
@@ -97,12 +104,9 @@ class LoraExperts(ExpertsAdapter):
 
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:
-        low_rank = self._low_rank()
-        if type(self.base).compute is StackedExperts.compute and computation != "native":
-            experts = self.base.module
-            return compute_experts(experts, rows, groups, weights, computation=computation, low_rank=low_rank)
+        by_rows = type(self.base).compute in _BY_COMPUTE_EXPERTS and computation != "native"
         base = copy.copy(self.base)
-        base.module = _with_added(base.module, low_rank)
+        base.module = (with_low_rank if by_rows else _with_whole)(base.module, self._low_rank())
         return base.compute(rows, groups, weights, computation=computation)
 
     def _low_rank(self) -> dict[str, list[LowRank]]:
@@ -110,15 +114,12 @@ class LoraExperts(ExpertsAdapter):
         low_rank: dict[str, list[LowRank]] = {}
         for wrapper in self._wrappers.values():
             adapters = [] if wrapper.disable_adapters else wrapper.active_adapters
-            low_rank[wrapper.parameter_name] = [
-                LowRank(
-                    local_parameter(wrapper.lora_A[name], "weight"),
-                    local_parameter(wrapper.lora_B[name], "weight"),
-                    wrapper.scaling[name],
-                )
-                for name in adapters
-                if name in wrapper.lora_A
-            ]
+            parts = low_rank[wrapper.parameter_name] = []
+            for name in adapters:
+                if name in wrapper.lora_A:
+                    first, second = (local_parameter(by[name], "weight") for by in (wrapper.lora_A, wrapper.lora_B))
+                    left, right = (first.mT, second.mT) if self._transposed else (second, first)
+                    parts.append(LowRank(left, right, wrapper.scaling[name]))
         return low_rank
 
     @override
@@ -185,15 +186,15 @@ def _check(wrapper: nn.Module, base: ExpertsAdapter) -> None:
         )
 
 
-def _with_added(module: nn.Module, low_rank: Mapping[str, Sequence[LowRank]]) -> nn.Module:
-    """A shallow copy with this rank's weights, to which is added what adapters add."""
+def _with_whole(module: nn.Module, low_rank: Mapping[str, Sequence[LowRank]]) -> nn.Module:
+    """A shallow copy with this rank's weights, to which is added what adapters add, for whatever way to compute."""
     local = copy.copy(module)
     local._parameters = dict(module._parameters)
     for name, parts in low_rank.items():
-        weight = local_parameter(module, name)
-        for part in parts:
-            added = part.whole().to(weight.dtype)
-            weight = weight + (added.transpose(1, 2) if getattr(module, "is_transposed", False) else added)
+        spread, weight = module.get_parameter(name), local_parameter(module, name)
+        weight = sum((part.whole().to(weight.dtype) for part in parts), weight)
+        if isinstance(spread, DTensor):  # its shape says how many experts there are
+            weight = DTensor.from_local(weight, spread.device_mesh, spread.placements, run_check=False)
         local._parameters[name] = weight
     return local
 
