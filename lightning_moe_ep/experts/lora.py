@@ -191,7 +191,7 @@ def _with_whole(module: nn.Module, low_rank: Mapping[str, Sequence[LowRank]]) ->
     local = copy.copy(module)
     local._parameters = dict(module._parameters)
     for name, parts in low_rank.items():
-        spread, weight = module.get_parameter(name), local_parameter(module, name)
+        spread, weight = getattr(module, name), local_parameter(module, name)
         weight = sum((part.whole().to(weight.dtype) for part in parts), weight)
         if isinstance(spread, DTensor):  # its shape says how many experts there are
             weight = DTensor.from_local(weight, spread.device_mesh, spread.placements, run_check=False)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
 from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
-from tests.parity import trainer, whole
+from tests.parity import plain, trainer
 from tests.pool import RankPool
 
 STEP = 4
@@ -85,7 +85,7 @@ class Module(L.LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        self.model = build("own", **MODELS[self.hparams.model])
+        self.model = build("own", lora=self.hparams.get("lora"), **MODELS[self.hparams.model])
         freeze(self.model, self.hparams.get("frozen", NOTHING))
 
     def train_dataloader(self) -> Any:
@@ -146,7 +146,7 @@ def run(of: Run) -> Outcome:
         if of.save:
             fitted.save_checkpoint(of.save, weights_only=of.weights_only)
     rate = fitted.lr_scheduler_configs[0].scheduler.get_last_lr()[0]
-    return Outcome(whole(dict(module.model.state_dict())), fitted.global_step, rate, seen)
+    return Outcome(plain(module.model, dict(module.model.state_dict())), fitted.global_step, rate, seen)
 
 
 def make_trainer(of: Run) -> L.Trainer:

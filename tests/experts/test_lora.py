@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_moe_ep import Layout, build_meshes, parallelize
-from lightning_moe_ep.experts import expert_parameters
+from lightning_moe_ep.experts import expert_parameters, find_experts
 from lightning_moe_ep.gradients import scale_gradients
+from tests import oracle
+from tests.checkpoint.runs import EP2, EP4, FORMS, FSDP, MIXED, N, Run, on, run
 from tests.families.tiny import loss_of, tiny_batch, tiny_model
-from tests.parity import Case, check, plain, worst
+from tests.models import build, make_batch
+from tests.parity import Case, check, plain, train, worst
 from tests.pool import RankPool
+from tests.test_precision import error_of
 
 LAYOUTS = {
     "efsdp2": {"world": 2, "ep": 1},
@@ -112,3 +117,133 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_sizes(ranks: RankPool, name: str) -> None:
     check(ranks, dataclasses.replace(ODD[name], model={**ODD[name].model, "lora": OWN}))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_gradients_are_as_good_as_those_of_one_process(ranks: RankPool, precision: str) -> None:
+    case = Case(model={"lora": OWN}, world=4, precision=precision)
+    initial, ours = ranks.run(train, case, world=4)[0]
+    initial = {name: value.float() for name, value in initial.items()}
+    right, bf16 = (
+        oracle.answer("own", case.model, initial, case.batches(), dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    of_one_process = error_of(bf16.gradients[0], right.gradients[0])
+    assert error_of(ours.gradients[0], right.gradients[0]) <= 1.5 * of_one_process
+    assert 1e-4 < of_one_process < 0.1  # else the comparison says nothing
+
+
+def _initial(ep: int) -> dict[str, Tensor]:
+    """On a rank: the initial weights, made where they are."""
+    return train(Case(model={"lora": {**OWN, "init_lora_weights": True}}, ep=ep, strategy={"init_on_meta": True}))[0]
+
+
+def test_initial_values_on_meta_are_those_of_peft(ranks: RankPool) -> None:
+    at_ep_1, at_ep_2 = (ranks.run(_initial, ep, world=2) for ep in (1, 2))
+    for weights in (*at_ep_1, *at_ep_2):
+        assert all(torch.equal(weights[name], at_ep_1[0][name]) for name in at_ep_1[0])
+    for name, weight in at_ep_1[0].items():
+        if "lora_B" in name:
+            assert not weight.any()
+        elif "lora_A" in name:  # uniform, at most 1 / sqrt(in)
+            assert 0.9 < float(weight.abs().max()) * weight.shape[1] ** 0.5 <= 1
+
+
+def _answers(at_ep: int | None) -> dict[str, Tensor]:
+    """On a rank, or in one process: a model of two adapters, by which of them are active."""
+    torch.manual_seed(0)
+    model = build("own", lora=OWN)
+    model.add_adapter("other", LoraConfig(**{**OWN, "r": 2}))
+    if at_ep is not None:
+        parallelize(model, build_meshes(Layout.for_world(dist.get_world_size(), ep=at_ep), "cpu"))
+    x, answers = make_batch("own", 8, seed=0)["x"], {"default": Tensor()}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        answers[name] = model(x)
+    model.base_model.set_adapter(["default", "other"])
+    answers["both"] = model(x)
+    with model.disable_adapter():
+        answers["none"] = model(x)
+    answers["both again"] = model(x)
+    return {name: answer.detach() for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_several_adapters(ranks: RankPool, ep: int) -> None:
+    right = _answers(None)
+    assert len({float(answer.sum()) for answer in right.values()}) == 4
+    for ours in ranks.run(_answers, ep, world=2):
+        error, name = worst(ours, right)
+        assert error < 1e-5, f"{name}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resuming_at_another_layout_equals_not_stopping(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    path, hparams = str(tmp_path / "c.ckpt"), {"lora": OWN}
+    right = run(Run(max_steps=2 * N, hparams=hparams)).weights
+    on(ranks, Run(EP2, form, save=path, hparams=hparams))
+    for at in (FSDP, MIXED, EP4):
+        for outcome in on(ranks, Run(at, form, resume=path, max_steps=2 * N, hparams=hparams, seed=8)):
+            error, name = worst(outcome.weights, right)
+            assert error < 1e-5, f"{name} is off by {error:.1e}"
+
+
+def _refusal(model: nn.Module) -> str:
+    with pytest.raises(NotImplementedError) as error:
+        find_experts(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda wrapper: wrapper.lora_dropout.update({"default": nn.Dropout(0.1)}), "dropout"),
+        (lambda wrapper: wrapper.use_dora.update(default=True), "DoRA"),
+        (lambda wrapper: wrapper.lora_bias.update(default=True), "a bias"),
+        (lambda wrapper: wrapper.lora_variant.update(default=object()), "another variant of LoRA"),
+        (lambda wrapper: wrapper.merge(), r"merged weights (call unmerge_adapter first)"),
+    ],
+    ids=["dropout", "DoRA", "bias", "variant", "merged"],
+)
+def test_other_adapters_are_refused(change: Any, words: str) -> None:
+    model = build("own", lora=OWN)
+    change(model.base_model.model.blocks[1].moe.experts)
+    assert _refusal(model) == (
+        "the experts module base_model.model.blocks.1.moe.experts (ParamWrapper) has a LoRA adapter on its down_proj"
+        f" with {words}, which cannot be spread; use plain LoRA there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "words"),
+    [
+        ("gpt_oss", "experts.down_proj_bias", "has a LoRA adapter on its down_proj_bias [8, 64]; only stacked weights"),
+        ("longcat_flash", UP, "has a LoRA adapter on its gate_up_proj [12, 64, 64]; only stacked weights [E, ...]"),
+        ("dbrx", "mlp.w1", "(DbrxExperts) has a LoRA adapter on its part mlp; only stacked weights [E, ...]"),
+    ],
+)
+def test_other_parameters_are_refused(family: str, target: str, words: str) -> None:
+    lora = LoraConfig(**START, target_modules=[], target_parameters=[target])
+    assert words in _refusal(get_peft_model(tiny_model(family), lora))
+
+
+class Params4bit(nn.Parameter):
+    """By its name one of bitsandbytes."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False), "bitsandbytes, 4 bits"),
+        (nn.Parameter(torch.zeros(8, 1, dtype=torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
+    ],
+)
+def test_quantised_weights_are_refused(weight: nn.Parameter, words: str) -> None:
+    model = build("own")
+    model.head.weight = weight
+    with pytest.raises(NotImplementedError) as error:
+        parallelize(model, None)  # type: ignore[arg-type]  # it does not come to the meshes
+    assert str(error.value) == (
+        f"head.weight of Linear is quantised ({words}), and its parts cannot be sharded; load the model in bf16,"
+        " without a quantization_config"
+    )
