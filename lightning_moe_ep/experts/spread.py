@@ -52,14 +52,14 @@ def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
 
 
 def is_spread(module: nn.Module) -> bool:
-    return hasattr(module, _ATTRIBUTE)
+    return _ATTRIBUTE in vars(module)  # of its own: a wrapper may pass on the attributes of what it wraps
 
 
 def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]]:
     """All experts modules of `model` that `parallelize` has been over."""
     for module in model.modules():
-        if (spread := getattr(module, _ATTRIBUTE, None)) is not None:
-            yield module, spread
+        if is_spread(module):
+            yield module, vars(module)[_ATTRIBUTE]
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

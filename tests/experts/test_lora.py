@@ -46,6 +46,7 @@ LORA = {
         "target_parameters": [UP, DOWN, "gate.weight"],
         "rank_pattern": {UP: 4},
     },
+    "whole experts": {**START, "target_modules": ["q_proj"], "modules_to_save": ["experts"]},
 }
 
 
