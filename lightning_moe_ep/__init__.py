@@ -2,7 +2,8 @@
 
 import logging
 
-from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.balance import load_balancing_loss
+from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
@@ -29,6 +30,7 @@ __all__ = [
     "CausalLMModule",
     "Dispatch",
     "Dispatcher",
+    "ExpertBiasCallback",
     "ExpertGradientCallback",
     "ExpertsAdapter",
     "GroupedExperts",
@@ -40,6 +42,7 @@ __all__ = [
     "TextDataModule",
     "TopKRouter",
     "build_meshes",
+    "load_balancing_loss",
     "materialize",
     "merged_model",
     "parallelize",

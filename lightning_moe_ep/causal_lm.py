@@ -6,6 +6,7 @@ as data parallelism does, is that of the token-weighted mean over the world and 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,15 +19,24 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from typing_extensions import override
 
+from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.experts import find_experts, find_routers
 
 Freeze = Literal["none", "experts", "router"]
 """What is not trained: nothing, the routed experts, or what chooses among them."""
 
 IGNORED_LABEL = -100
+
+AuxLoss = Literal["local", "global"]
 
 
 class CausalLMModule(L.LightningModule):
@@ -41,6 +51,7 @@ class CausalLMModule(L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 20,
         min_lr_ratio: float = 0.1,
+        aux_loss: AuxLoss = "local",
         freeze: Freeze = "none",
     ) -> None:
         """
@@ -52,11 +63,16 @@ class CausalLMModule(L.LightningModule):
             betas: AdamW's decay rates of the two moments.
             warmup_steps: Optimizer steps over which the learning rate rises from 0.
             min_lr_ratio: The learning rate at the end of the cosine decay, as a share of the highest.
+            aux_loss: Whose tokens the load-balancing loss is over, which is added with the model's
+                `router_aux_loss_coef` and averaged over the micro-batches of an optimizer step. "local": the model's
+                own, over the rank's micro-batch, if its config sets `output_router_logits`; ranks are averaged.
+                "global": `load_balancing_loss` over the micro-batch of all ranks, whatever the config sets.
             freeze: What is not trained: "experts" (the routed experts; a shared expert is trained), "router", or
                 "none" of the model.
 
         Raises:
-            ValueError: not exactly one of config and pretrained, a config without a model_type, or another freeze.
+            ValueError: not exactly one of config and pretrained, a config without a model_type, an aux_loss or a
+                freeze that there is not, or "global" for a model that gives no router logits.
             FileNotFoundError: `pretrained` is not a folder.
         """
         super().__init__()
@@ -69,6 +85,14 @@ class CausalLMModule(L.LightningModule):
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
         if pretrained is not None and not Path(pretrained).is_dir():
             raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
+        if aux_loss not in get_args(AuxLoss):
+            raise ValueError(f"aux_loss={aux_loss!r} is not known; use one of {list(get_args(AuxLoss))}")
+        if aux_loss == "global":
+            _check_router_logits(
+                AutoConfig.from_pretrained(pretrained, local_files_only=True)
+                if config is None
+                else AutoConfig.for_model(**config)
+            )
         if freeze not in get_args(Freeze):
             raise ValueError(f"freeze={freeze!r} is not known; use one of {list(get_args(Freeze))}")
         self.save_hyperparameters()
@@ -123,11 +147,16 @@ class CausalLMModule(L.LightningModule):
             )
 
     @override
-    def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """The model's output for `input_ids [B, S]` and, where given, `attention_mask` and `position_ids`."""
+    def forward(self, batch: Mapping[str, Tensor], **options: Any) -> Any:
+        """The model's output for `input_ids [B, S]` and, where given, `attention_mask` and `position_ids`.
+
+        Args:
+            batch: holds these.
+            options: further arguments of the model's forward.
+        """
         assert self.model is not None
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
-        return self.model(**inputs, use_cache=False)
+        return self.model(**inputs, use_cache=False, **options)
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
         """How many tokens of the batch have a label to predict; asked before the batch goes to the device."""
@@ -135,13 +164,18 @@ class CausalLMModule(L.LightningModule):
 
     @override
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        """The batch's share of the token-weighted mean.
+        """The batch's share of the token-weighted mean, and of the mean of the load-balancing losses.
 
         `MoEEPStrategy` puts the label tokens of the whole accumulation window, over the world, into the batch as
         `num_items_in_batch`; under another strategy the mean is over the batch's own tokens.
+
+        The load-balancing loss is not a sum over tokens, so it is not weighed by them: each micro-batch has its own
+        (with aux_loss="global" one for all ranks' tokens of it), and those of the window are averaged.
         """
+        empty = not len(batch["input_ids"])
         batch = _never_empty(batch)
-        output = self(batch)
+        is_global = self.hparams.aux_loss == "global"
+        output = self(batch, **({"output_router_logits": True} if is_global else {}))
         total, tokens = _summed_loss(output.logits, batch["labels"])
         accumulated = self.trainer.accumulate_grad_batches
         if "num_items_in_batch" in batch:
@@ -151,9 +185,14 @@ class CausalLMModule(L.LightningModule):
         else:
             loss, share = total / tokens.clamp(min=1), 1.0
         self._window_loss = self._window_loss + loss.detach() / accumulated
-        if (aux_loss := getattr(output, "aux_loss", None)) is not None:
-            loss = loss + self.model.router_aux_loss_coef * share * aux_loss  # type: ignore[union-attr]
-        return loss
+        model: Any = self.model
+        if is_global:
+            mask = torch.zeros_like(batch["input_ids"]) if empty else batch.get("attention_mask")
+            aux_loss = load_balancing_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, mask)
+        else:
+            aux_loss = getattr(output, "aux_loss", None)
+            share *= not empty  # transformers saw tokens that the batch does not have
+        return loss if aux_loss is None else loss + model.router_aux_loss_coef * share * aux_loss
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -205,6 +244,18 @@ class CausalLMModule(L.LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _check_router_logits(config: PreTrainedConfig) -> None:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    takes = "output_router_logits" in inspect.signature(model_class.forward).parameters
+    if not takes or not hasattr(config.get_text_config(), "router_aux_loss_coef"):
+        raise ValueError(
+            "aux_loss='global' needs a model that gives router logits and has a coefficient for the loss, but the"
+            f" forward of {model_class.__name__} takes no output_router_logits, or its config has no"
+            " router_aux_loss_coef; leave aux_loss out (if its routers choose by a bias, ExpertBiasCallback balances"
+            " them)"
+        )
 
 
 def _never_empty(batch: Mapping[str, Any]) -> Mapping[str, Any]:

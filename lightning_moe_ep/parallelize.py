@@ -19,6 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 # Private; read at torch 2.13.0. A test fails when they move.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+# Private; read at transformers 5.24.0. A test fails when it moves.
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
@@ -26,6 +30,7 @@ from lightning_moe_ep.experts import (
     ExpertsModule,
     SpreadExperts,
     check_not_quantized,
+    choice_biases,
     expert_parameters,
     find_experts,
     is_spread,
@@ -54,6 +59,8 @@ def parallelize(
     roots: Sequence[nn.Module] | None = None,
 ) -> None:
     """Spread the experts of `model` over ep and shard everything with FSDP2, in place.
+
+    The biases that routers choose by (see `ExpertBiasCallback`) stay whole on every rank, in fp32.
 
     Args:
         model: a plain model, on the meta device or real (then whole and equal on every rank).
@@ -94,6 +101,7 @@ def parallelize(
     _check_shared_parameters(model, [*blocks, *roots])
 
     policy = mp_policy or MixedPrecisionPolicy()
+    biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy)
         compute = partial(found.adapter.compute, computation=computation)
@@ -112,7 +120,7 @@ def parallelize(
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement(expert_parameters(model), meshes)
-    whole = set(lone_expert_parameters(model))
+    whole = {*lone_expert_parameters(model), *biases}
     for block in blocks:
         if block in roots:
             continue
@@ -136,6 +144,10 @@ def parallelize(
             shard_placement_fn=placement,
             ignored_params=whole,
         )
+        if isinstance(root, PreTrainedModel):
+            # It looks up by the class's name which outputs (router logits, hidden states) it can record, and FSDP2
+            # has given it another class; without this they would be missing without a word.
+            _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
     guard_peft(model)
@@ -273,6 +285,17 @@ def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy) 
     return spread
 
 
+def _keep_choice_biases(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """Hold the biases that routers choose by in fp32; returns those that are parameters, for FSDP2 to leave alone.
+
+    It would gather them in the dtype of the forward, and choosing by a bias in bf16 is choosing by a coarse one.
+    """
+    biases = choice_biases(model)
+    for bias in biases:
+        bias.keep_fp32(device)
+    return [bias.tensor for bias in biases if isinstance(bias.tensor, nn.Parameter)]
+
+
 def _expert_placement(
     experts: Sequence[nn.Parameter], meshes: Meshes
 ) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
@@ -298,8 +321,8 @@ def _expert_placement(
 
 def _shard_dim(parameter: nn.Parameter, efsdp: int) -> int:
     """0, unless only dimension 1 divides evenly: FSDP2 pads dimension 0 and takes no uneven other one."""
-    num_local, width = parameter._local_tensor.shape[:2]
-    return 1 if num_local % efsdp and width % efsdp == 0 else 0
+    num_local, *width = parameter._local_tensor.shape
+    return 1 if num_local % efsdp and width and width[0] % efsdp == 0 else 0
 
 
 def _check_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe_ep.experts import choice_biases
+
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
 
 
@@ -75,10 +77,14 @@ class FSDP2Precision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating parameters to what they are kept in; buffers keep their dtype. Before sharding."""
+        """Convert floating parameters to what they are kept in; buffers keep their dtype. Before sharding.
+
+        So do the biases that routers choose by: they are updated by steps that bf16 would round away.
+        """
         if self.precision == "bf16-true":
+            biases = {id(bias.tensor) for bias in choice_biases(module)}
             for parameter in module.parameters():
-                if parameter.is_floating_point():
+                if parameter.is_floating_point() and id(parameter) not in biases:
                     parameter.data = parameter.data.to(self.parameter_dtype)
         return module
 

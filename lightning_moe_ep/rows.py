@@ -52,8 +52,7 @@ class RoutingStatistics:
         return f"RoutingStatistics({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
     def count(self, *, rows_sent: int, rows_received: int, bytes_sent: int, pairs_of_expert: Tensor) -> None:
-        # Private; read at torch 2.13: a forward inside of a backward is a recomputation.
-        if torch._C._current_graph_task_id() != -1:
+        if is_recomputation():
             return
         self.forwards += 1
         self.rows_sent += rows_sent
@@ -61,6 +60,12 @@ class RoutingStatistics:
         self.bytes_sent += bytes_sent
         before = self.pairs_of_expert
         self.pairs_of_expert = pairs_of_expert.detach().clone() if before is None else before.add_(pairs_of_expert)
+
+
+def is_recomputation() -> bool:
+    """Whether the forward that is running is one that activation checkpointing runs again."""
+    # Private; read at torch 2.13: a forward inside of a backward is a recomputation.
+    return torch._C._current_graph_task_id() != -1
 
 
 def group_rows(experts_of_rows: Tensor, num_experts: int) -> tuple[RowGroups, Tensor]:

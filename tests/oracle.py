@@ -30,8 +30,10 @@ def experts_one_by_one(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top
     """The definition: for each token the weighted sum of its experts' outputs."""
     outputs = []
     for token, experts, weights in zip(hidden, top_k_index.tolist(), top_k_weights, strict=True):
-        total = torch.zeros_like(token)
+        total = token * 0  # of the graph, also where no expert is chosen
         for expert, weight in zip(experts, weights, strict=True):
+            if not 0 <= expert < len(self.gate_up_proj):  # no expert
+                continue
             gate, up = (self.gate_up_proj[expert] @ token).chunk(2)
             total = total + weight * (self.down_proj[expert] @ (F.silu(gate) * up))
         outputs.append(total)

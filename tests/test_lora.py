@@ -230,7 +230,7 @@ def _fit(options: dict[str, Any], ep: int, folder: Path) -> tuple[dict[str, Tens
 def test_a_module_that_wraps_its_model(
     ranks: RankPool, base: Path, tmp_path: Path, world: int, ep: int, source: str
 ) -> None:
-    options = {"config": CONFIG} if source == "config" else {"pretrained": str(base)}
+    options = {"config": CONFIG, "aux_loss": "global"} if source == "config" else {"pretrained": str(base)}
     results = ranks.run(_fit, options, ep, tmp_path, world=world)
     initial = results[0][0]
     adapters = {name for name in initial if "lora_" in name}

@@ -38,6 +38,7 @@ FLOORS = {
     "experts": 1,
     "dispatch": 1,
     "gradients": 1,
+    "balance": 0,
     "data": 1,
     "rows": 0,
 }

@@ -1,5 +1,6 @@
 """What a user adds to a Trainer."""
 
+from lightning_moe_ep.callbacks.balance import ExpertBiasCallback
 from lightning_moe_ep.callbacks.gradients import ExpertGradientCallback
 
-__all__ = ["ExpertGradientCallback"]
+__all__ = ["ExpertBiasCallback", "ExpertGradientCallback"]

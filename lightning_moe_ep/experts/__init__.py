@@ -2,6 +2,7 @@
 
 from lightning_moe_ep.experts import families as families
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
+from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
@@ -20,6 +21,7 @@ from lightning_moe_ep.experts.spread import (
 from lightning_moe_ep.experts.stacked import with_zero_gradients
 
 __all__ = [
+    "ChoiceBias",
     "Computation",
     "Dispatch",
     "ExpertsAdapter",
@@ -31,7 +33,9 @@ __all__ = [
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
+    "biases_around",
     "check_not_quantized",
+    "choice_biases",
     "compute_experts",
     "ep_size",
     "expert_parameters",

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_moe_ep.experts.adapter import ExpertsAdapter, adapter_for
 from lightning_moe_ep.experts.lora import LoraExperts
+from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.experts.stacked import positional_arguments, stacked_parameters
 
 
@@ -53,7 +54,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
         path = name.split(".") if name else []
         around = [model.get_submodule(".".join(path[:length])) for length in range(len(path) - 1, -1, -1)]
         try:
-            adapter = adapter_for(module, around)
+            adapter = spread.adapter if (spread := spread_of(module)) else adapter_for(module, around)
         except NotImplementedError as error:
             raise NotImplementedError(f"the experts module {name} ({type(module).__name__}) {error}") from None
         if adapter is not None:

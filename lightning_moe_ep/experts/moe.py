@@ -19,13 +19,17 @@ from lightning_moe_ep.rows import group_rows
 class TopKRouter(nn.Module):
     """Picks K experts a token by the softmax of a linear map."""
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool = True) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool = True, choice_bias: bool = False
+    ) -> None:
         """
         Args:
             hidden_size: H.
             num_experts: E.
             top_k: K, at most E.
             normalize: whether the K weights of a token are scaled to sum to 1.
+            choice_bias: whether there is a bias `[E]`, 0 at first, that is added to the softmax for the choice of
+                experts but not for their weights; for `ExpertBiasCallback`, as it gets no gradient.
         """
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -33,15 +37,24 @@ class TopKRouter(nn.Module):
         self.top_k = top_k
         self.normalize = normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.choice_bias: Tensor | None
+        self.register_buffer("choice_bias", torch.empty(num_experts, dtype=torch.float32) if choice_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if self.choice_bias is not None:
+            nn.init.zeros_(self.choice_bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From `[T, H]` to logits `[T, E]`, weights `[T, K]` in the dtype of `hidden`, expert ids `[T, K]`."""
         logits = F.linear(hidden, self.weight)
-        weights, index = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        scores = logits.softmax(dim=-1, dtype=torch.float32)
+        if self.choice_bias is None:
+            weights, index = scores.topk(self.top_k, dim=-1)
+        else:
+            index = (scores.detach() + self.choice_bias).topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, index)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights.to(hidden.dtype), index
@@ -115,6 +128,7 @@ class MoELayer(nn.Module):
         *,
         shared_intermediate_size: int | None = None,
         normalize: bool = True,
+        choice_bias: bool = False,
     ) -> None:
         """
         Args:
@@ -124,9 +138,10 @@ class MoELayer(nn.Module):
             top_k: K, experts per token.
             shared_intermediate_size: the width of the shared expert; None: there is none.
             normalize: whether the K routing weights of a token sum to 1.
+            choice_bias: whether the router has a bias for the choice of experts; see `TopKRouter`.
         """
         super().__init__()
-        self.router = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize)
+        self.router = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, choice_bias=choice_bias)
         self.experts = GroupedExperts(hidden_size, intermediate_size, num_experts)
         self.shared_expert = SharedExpert(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
 

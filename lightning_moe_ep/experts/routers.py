@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_moe_ep.experts.find import find_experts
-from lightning_moe_ep.experts.spread import is_spread, spread_experts
+from lightning_moe_ep.experts.find import ExpertsModule, find_experts
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -22,19 +21,13 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         NoExpertsError: there is no experts module.
         ValueError: nothing around some experts module, within its block, looks like a router; names it.
     """
-    if any(True for _ in spread_experts(model)):
-        experts = {name: module for name, module in model.named_modules() if is_spread(module)}
-        counts = {spread.adapter.module: spread.num_experts for _, spread in spread_experts(model)}
-    else:
-        found = find_experts(model)
-        experts = {each.name: each.module for each in found}
-        counts = {each.module: each.num_experts for each in found}
-    inside = {part for module in experts.values() for part in module.modules()}
-    return {name: _router_of(model, name, counts[module], inside) for name, module in experts.items()}
+    experts = find_experts(model)
+    inside = {part for found in experts for part in found.module.modules()}
+    return {found.name: _router_of(model, found, inside) for found in experts}
 
 
-def _router_of(model: nn.Module, name: str, num_experts: int, inside: set[nn.Module]) -> nn.Module:
-    path = name.split(".")
+def _router_of(model: nn.Module, found: ExpertsModule, inside: set[nn.Module]) -> nn.Module:
+    path, num_experts = found.name.split("."), found.num_experts
     for length in range(len(path) - 1, -1, -1):
         outer = model.get_submodule(".".join(path[:length]))
         if isinstance(outer, nn.ModuleList):  # of blocks
@@ -47,7 +40,7 @@ def _router_of(model: nn.Module, name: str, num_experts: int, inside: set[nn.Mod
         if scores:
             return max(scores, key=lambda child: (scores[child], -sum(p.numel() for p in child.parameters())))
     raise ValueError(
-        f"no router was found around the {num_experts} experts of {name}: no module beside them owns a parameter"
+        f"no router was found around the {num_experts} experts of {found.name}: no module beside them owns a parameter"
         f" [{num_experts}, ...] of two dimensions or says, in an attribute with 'expert' in its name, that they are"
         f" {num_experts}"
     )

@@ -51,15 +51,20 @@ def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
     setattr(module, _ATTRIBUTE, spread)
 
 
+def spread_of(module: nn.Module) -> SpreadExperts | None:
+    """What was recorded of `module`, if it is an experts module that is spread."""
+    return vars(module).get(_ATTRIBUTE)  # its own: a wrapper may pass on the attributes of what it wraps
+
+
 def is_spread(module: nn.Module) -> bool:
-    return _ATTRIBUTE in vars(module)  # of its own: a wrapper may pass on the attributes of what it wraps
+    return spread_of(module) is not None
 
 
 def spread_experts(model: nn.Module) -> Iterator[tuple[nn.Module, SpreadExperts]]:
     """All experts modules of `model` that `parallelize` has been over."""
     for module in model.modules():
-        if is_spread(module):
-            yield module, vars(module)[_ATTRIBUTE]
+        if (spread := spread_of(module)) is not None:
+            yield module, spread
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -38,6 +38,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "6 experts of odd width": {"num_experts": 6, "intermediate_size": 33},
     "1 expert a rank": {"num_experts": 2},
 }
+"""What is saved and resumed at every layout."""
+
+WITH_BIAS = "with a choice bias"
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class Module(L.LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        self.model = build("own", lora=self.hparams.get("lora"), **MODELS[self.hparams.model])
+        self.model = build(
+            "own", lora=self.hparams.get("lora"), **{**MODELS, WITH_BIAS: {"choice_bias": True}}[self.hparams.model]
+        )
         freeze(self.model, self.hparams.get("frozen", NOTHING))
 
     def train_dataloader(self) -> Any:

@@ -17,6 +17,7 @@ from lightning_moe_ep import GroupedExperts, Layout, build_meshes, remember_rout
 from lightning_moe_ep.dispatch import ExpertGroup, OverlappedDispatcher, dispatcher_class
 from lightning_moe_ep.dispatch.auto import costs, distinct_remote_ranks
 from lightning_moe_ep.experts import Computation, compute_experts
+from tests import parity  # noqa: F401  (registers three_chunks, on the ranks too)
 from tests.oracle import experts_one_by_one
 from tests.pool import RankPool
 
@@ -32,23 +33,33 @@ def group_of(num_experts: int, **options: Any) -> ExpertGroup:
     )
 
 
-def tokens_of(rank: int, num_tokens: int, sizes: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden, index and weights of a rank; routing prefers a few experts, so that some get nothing."""
+def tokens_of(
+    rank: int, num_tokens: int, sizes: tuple[int, int, int], seed: int, without_expert: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden, index and weights of a rank; routing prefers a few experts, so that some get nothing.
+
+    A share of the choices, `without_expert`, chooses none.
+    """
     hidden_size, num_experts, top_k = sizes
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     hidden = torch.randn(num_tokens, hidden_size, generator=generator)
     preference = torch.randn(num_experts, generator=torch.Generator().manual_seed(seed)) * 3
     scores = torch.rand(num_tokens, num_experts, generator=generator) + preference
     weights, index = scores.softmax(dim=1).topk(top_k, dim=1)
-    return hidden, index, weights
+    none = torch.where(index % 2 == 0, -1, num_experts)
+    return hidden, torch.where(torch.rand(index.shape, generator=generator) < without_expert, none, index), weights
 
 
 def layer_errors(
-    name: str, tokens: list[int], sizes: tuple[int, int, int], intermediate: int, seed: int, computation: Computation
+    name: str,
+    tokens: list[int],
+    sizes: tuple[int, int, int],
+    intermediate: int,
+    seed: int,
+    computation: Computation,
+    without_expert: float = 0.0,
 ) -> dict[str, float]:
     """On a rank: the largest difference from one process, as a share of the largest value, of output and gradients."""
-    import tests.parity  # noqa: F401  (registers three_chunks)
-
     world, rank = dist.get_world_size(), dist.get_rank()
     hidden_size, num_experts, _ = sizes
     torch.manual_seed(seed)
@@ -58,18 +69,19 @@ def layer_errors(
     local = slice(group.first, group.first + group.num_local)
     mine.load_state_dict({key: value[local] for key, value in whole.state_dict().items()})
 
-    inputs = [tokens_of(r, tokens[r], sizes, seed) for r in range(world)]
+    inputs = [tokens_of(r, tokens[r], sizes, seed, without_expert) for r in range(world)]
     leaves = [(hidden.requires_grad_(), weights.requires_grad_()) for hidden, _, weights in inputs]
     outputs = [experts_one_by_one(whole, hidden, index, weights) for hidden, index, weights in inputs]
     sum((output * torch.arange(1.0, hidden_size + 1)).sum() for output in outputs).backward()
 
-    hidden, index, weights = tokens_of(rank, tokens[rank], sizes, seed)
+    hidden, index, weights = tokens_of(rank, tokens[rank], sizes, seed, without_expert)
     hidden.requires_grad_(), weights.requires_grad_()
     experts = partial(compute_experts, mine, computation=computation)
     output = dispatcher_class(name)(group)(hidden, index, weights, experts)
     (output * torch.arange(1.0, hidden_size + 1)).sum().backward()
 
-    def error(ours: Tensor, theirs: Tensor) -> float:
+    def error(ours: Tensor, theirs: Tensor | None) -> float:
+        theirs = torch.zeros_like(ours) if theirs is None else theirs  # no token has an expert
         assert ours.shape == theirs.shape
         return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)) if theirs.numel() else 0.0
 
@@ -77,8 +89,8 @@ def layer_errors(
     whole_grads = [p.grad if p.grad is not None else z for p, z in zip(whole.parameters(), zero, strict=True)]
     return {
         "output": error(output, outputs[rank]),
-        "hidden": error(hidden.grad, leaves[rank][0].grad if tokens[rank] else torch.zeros_like(hidden)),
-        "weights": error(weights.grad, leaves[rank][1].grad if tokens[rank] else torch.zeros_like(weights)),
+        "hidden": error(hidden.grad, leaves[rank][0].grad),
+        "weights": error(weights.grad, leaves[rank][1].grad),
         **{
             key: float((p.grad - g[local]).abs().max() / g.abs().max().clamp(min=1e-6))
             for (key, p), g in zip(mine.named_parameters(), whole_grads, strict=True)
@@ -97,7 +109,8 @@ def test_any_routing(ranks: RankPool, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(DISPATCHERS), "dispatcher")
     computation = data.draw(st.sampled_from(["auto", "loop"]), "computation")
     seed = data.draw(st.integers(0, 10), "seed")
-    for errors in ranks.run(layer_errors, name, tokens, sizes, 8, seed, computation, world=ep):
+    without_expert = data.draw(st.sampled_from([0.0, 0.3, 1.0]), "without an expert")
+    for errors in ranks.run(layer_errors, name, tokens, sizes, 8, seed, computation, without_expert, world=ep):
         assert max(errors.values()) < 1e-5, errors
 
 
