@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_moe_ep import (
     parallelize,
     save_adapter,
 )
+from tests.cli.processes import REPOSITORY
 from tests.models import build, make_batch
 from tests.parity import Probe, trainer, worst
 from tests.pool import RankPool
@@ -204,22 +206,21 @@ def test_a_model_that_is_not_of_transformers(ranks: RankPool) -> None:
         assert told.startswith("OwnModel cannot be built anew from a configuration, as it is not a PreTrainedModel; ")
 
 
-class LoraModule(CausalLMModule):
-    """As in the README."""
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            super().configure_model()
-            self.model = get_peft_model(self.model, LoraConfig(**{**LORA, "init_lora_weights": True}))
+def from_readme(folder: Path) -> type[CausalLMModule]:
+    """The module that the README shows, saving to another folder."""
+    (code,) = re.findall(r"```python\n(from peft.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert '"adapter"' in code
+    names: dict[str, Any] = {}
+    exec(code.replace('"adapter"', repr(str(folder))), names)
+    return names["LoraModule"]
 
 
 def _fit(options: dict[str, Any], ep: int, folder: Path) -> tuple[dict[str, Tensor], set[str], set[str], Tensor]:
     """On a rank: the initial weights, what has a gradient, what the optimizer has, and the trained model's logits."""
     torch.manual_seed(dist.get_rank())
-    module, probe = LoraModule(**options), Probe()
+    module, probe = from_readme(folder)(**options), Probe()
     fitted = trainer(MoEEPStrategy(ep=ep), max_steps=2, callbacks=[probe])
     fitted.fit(module, Batches((((1, 0), (2, 0)),) * 4))
-    module.model.save_pretrained(folder)
     names = {id(parameter): name for name, parameter in module.model.named_parameters()}
     optimized = {names[id(p)] for group in fitted.optimizers[0].param_groups for p in group["params"]}
     return probe.initial, set(probe.gradients[0]), optimized, logits_of(module.model)
@@ -239,8 +240,9 @@ def test_a_module_that_wraps_its_model(
         assert with_gradient == optimized == adapters
         assert all(torch.equal(weights[name], initial[name]) for name in initial)
         assert torch.equal(logits, results[0][3])
-    plain = build("qwen3_moe", lora={**LORA, "init_lora_weights": True})
-    plain.load_state_dict(initial)
-    trained = PeftModel.from_pretrained(plain.unload(), tmp_path)
+    weights = {name.removeprefix("base_model.model."): value for name, value in initial.items() if name not in adapters}
+    plain = build("qwen3_moe")
+    plain.load_state_dict({name.replace(".base_layer", ""): value for name, value in weights.items()})
+    trained = PeftModel.from_pretrained(plain, tmp_path)
     assert error_of(logits_of(trained), results[0][3]) < 1e-5
     assert error_of(logits_of(trained.unload()), results[0][3]) > 1e-4

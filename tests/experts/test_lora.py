@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_moe_ep import Layout, build_meshes, parallelize
-from lightning_moe_ep.experts import expert_parameters, find_experts
+from lightning_moe_ep.experts import LoraExperts, expert_parameters, find_experts
 from lightning_moe_ep.gradients import scale_gradients
 from tests import oracle
 from tests.checkpoint.runs import EP2, EP4, FORMS, FSDP, MIXED, N, Run, on, run
@@ -30,7 +30,7 @@ LAYOUTS = {
     "replicate2-ep2": {"world": 4, "ep": 2, "replicate": 2},
 }
 
-UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+UP, DOWN, OUT = "experts.gate_up_proj", "experts.down_proj", "output_linear.weight"
 
 # Both matrices are random, as with lora_B = 0 the gradient of lora_A would be 0.
 START = {"r": 3, "lora_alpha": 7, "init_lora_weights": False}
@@ -54,6 +54,29 @@ LORA = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(ranks: RankPool, layout: str, lora: str) -> None:
     check(ranks, Case(kind="qwen3_moe", model={"lora": LORA[lora]}, steps=2, clip=0.1, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen3_moe", (UP, DOWN)), ("gpt_oss", (UP, DOWN)), ("jetmoe", (OUT,))]
+)
+def test_forms_in_memory_and_in_files(family: str, targets: tuple[str, ...]) -> None:
+    """What is in files is what PEFT has, and the product of what is in memory is what PEFT adds to the weight."""
+    lora = LoraConfig(**START, target_modules=[], target_parameters=list(targets))
+    model = get_peft_model(tiny_model(family), lora)
+    adapter = next(found.adapter for found in find_experts(model) if isinstance(found.adapter, LoraExperts))
+    wrapper: nn.Module = adapter.module
+    in_file = {name: value.clone() for name, value in wrapper.state_dict().items()}
+    right = [each.get_delta_weight("default") for each in wrapper.modules() if hasattr(each, "parameter_name")]
+    assert len(right) == len(targets)
+    adapter.prepare()
+    in_memory = dict(wrapper.state_dict())
+    changed = {name for name in in_file if in_file[name].shape != in_memory[name].shape}
+    assert changed == {name for name in in_file if "lora_" in name}
+    for there, back in ((adapter.to_file(in_memory), in_file), (adapter.from_file(in_file), in_memory)):
+        assert list(there) == list(back)
+        assert all(torch.equal(there[name], back[name]) for name in back)
+    for (low_rank,), added in zip(adapter._low_rank().values(), right, strict=True):
+        torch.testing.assert_close(low_rank.whole(), added)
 
 
 def _family(family: str, targets: tuple[str, ...], computation: Any) -> tuple[float, str]:
@@ -90,7 +113,7 @@ def _family(family: str, targets: tuple[str, ...], computation: Any) -> tuple[fl
         ("llama4_text", (UP, DOWN), ("grouped_mm", "loop")),  # transposed, which PEFT does not know
         ("longcat_flash", (DOWN,), ("grouped_mm",)),
         ("ernie4_5_vl_moe_text", (UP, DOWN), ("auto",)),
-        ("jetmoe", ("input_linear.weight", "output_linear.weight"), ("auto",)),  # not by compute_experts
+        ("jetmoe", ("input_linear.weight", OUT), ("auto",)),  # not by compute_experts
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -232,10 +255,15 @@ class Params4bit(nn.Parameter):
     """By its name one of bitsandbytes."""
 
 
+class Int8Params(nn.Parameter):
+    """The other."""
+
+
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
         (Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False), "bitsandbytes, 4 bits"),
+        (Int8Params(torch.zeros(8, 64, dtype=torch.int8), requires_grad=False), "bitsandbytes, 8 bits"),
         (nn.Parameter(torch.zeros(8, 1, dtype=torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
     ],
 )
