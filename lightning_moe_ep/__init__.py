@@ -19,6 +19,7 @@ from lightning_moe_ep.experts import (
 )
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.lora import merged_model, save_adapter
 from lightning_moe_ep.mesh import Meshes, build_meshes
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
@@ -43,10 +44,12 @@ __all__ = [
     "build_meshes",
     "load_balancing_loss",
     "materialize",
+    "merged_model",
     "parallelize",
     "register_dispatcher",
     "register_experts",
     "remember_routing",
+    "save_adapter",
     "spread_experts",
 ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from transformers import (
@@ -29,6 +29,10 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_moe_ep.balance import load_balancing_loss
+from lightning_moe_ep.experts import find_experts, find_routers
+
+Freeze = Literal["none", "experts", "router"]
+"""What is not trained: nothing, the routed experts, or what chooses among them."""
 
 IGNORED_LABEL = -100
 
@@ -48,6 +52,7 @@ class CausalLMModule(L.LightningModule):
         warmup_steps: int = 20,
         min_lr_ratio: float = 0.1,
         aux_loss: AuxLoss = "local",
+        freeze: Freeze = "none",
     ) -> None:
         """
         Args:
@@ -62,10 +67,12 @@ class CausalLMModule(L.LightningModule):
                 `router_aux_loss_coef` and averaged over the micro-batches of an optimizer step. "local": the model's
                 own, over the rank's micro-batch, if its config sets `output_router_logits`; ranks are averaged.
                 "global": `load_balancing_loss` over the micro-batch of all ranks, whatever the config sets.
+            freeze: What is not trained: "experts" (the routed experts; a shared expert is trained), "router", or
+                "none" of the model.
 
         Raises:
-            ValueError: not exactly one of config and pretrained, a config without a model_type, an aux_loss that there
-                is not, or "global" for a model that gives no router logits.
+            ValueError: not exactly one of config and pretrained, a config without a model_type, an aux_loss or a
+                freeze that there is not, or "global" for a model that gives no router logits.
             FileNotFoundError: `pretrained` is not a folder.
         """
         super().__init__()
@@ -86,6 +93,8 @@ class CausalLMModule(L.LightningModule):
                 if config is None
                 else AutoConfig.for_model(**config)
             )
+        if freeze not in get_args(Freeze):
+            raise ValueError(f"freeze={freeze!r} is not known; use one of {list(get_args(Freeze))}")
         self.save_hyperparameters()
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
@@ -106,7 +115,18 @@ class CausalLMModule(L.LightningModule):
             with torch.device("meta" if on_meta else self.device):
                 self.model = AutoModelForCausalLM.from_config(config)
         self.model.train()
+        self._freeze()
         self._check_vocabulary()
+
+    def _freeze(self) -> None:
+        assert self.model is not None
+        frozen: Iterable[nn.Module] = ()
+        if self.hparams.freeze == "experts":
+            frozen = [found.module for found in find_experts(self.model)]
+        elif self.hparams.freeze == "router":
+            frozen = find_routers(self.model).values()
+        for module in frozen:
+            module.requires_grad_(False)
 
     def _check_vocabulary(self) -> None:
         # There is no trainer in `load_from_checkpoint`.

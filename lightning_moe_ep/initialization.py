@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_moe_ep.experts import initialise_adapters
 from lightning_moe_ep.shards import cut
 
 
@@ -41,7 +42,8 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
     """Give every parameter and buffer that is on the meta device its initial value, in place.
 
     The values depend on `seed` and the name only, not on the layout. A parameter's value is what the `_init_weights`
-    of the transformers model around it, or else the `reset_parameters` of its module and of the modules around, write.
+    of the transformers model around it, or else the `reset_parameters` of its module and of the modules around, write;
+    that of a LoRA adapter is PEFT's.
 
     Raises:
         ValueError: an initialisation leaves a parameter or buffer unset; names it.
@@ -135,7 +137,10 @@ def _initialisations(modules: dict[str, nn.Module], owner: str) -> Iterator[Call
     path = owner.split(".") if owner else []
     for length in range(len(path), -1, -1):
         module = modules[".".join(path[:length])]
-        around = (modules[".".join(path[:upper])] for upper in range(length, -1, -1))
+        around = [modules[".".join(path[:upper])] for upper in range(length, -1, -1)]
+        if hasattr(module, "reset_lora_parameters"):
+            yield partial(initialise_adapters, module, around)
+            continue
         pretrained = next((outer for outer in around if isinstance(outer, PreTrainedModel)), None)
         if pretrained is not None:
             yield partial(pretrained._init_weights, module)

@@ -29,6 +29,7 @@ from lightning_moe_ep.experts import (
     Computation,
     ExpertsModule,
     SpreadExperts,
+    check_not_quantized,
     choice_biases,
     expert_parameters,
     find_experts,
@@ -38,8 +39,9 @@ from lightning_moe_ep.experts import (
     spread_experts,
 )
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
-from lightning_moe_ep.towers import check_same_way, complete_gradients
+from lightning_moe_ep.towers import keep_ranks_together
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -74,10 +76,12 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
+        NotImplementedError: weights are quantised, or an adapter is of a kind that cannot be spread.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, or an option has a value that there is not.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+    check_not_quantized(model)
     experts = find_experts(model)
     for found in experts:
         if is_spread(found.module):
@@ -145,12 +149,8 @@ def parallelize(
             _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
         if hasattr(root, "generate"):
             register_fsdp_forward_method(root, "generate")
-    names = {module: name for name, module in model.named_modules()}
-    for root in roots:
-        inside = set(root.modules())
-        first = {names[sequence[0]]: sequence[0] for sequence in sequences if sequence and sequence[0] in inside}
-        complete_gradients(root, sequences, meshes.host_group)
-        check_same_way(root, first, meshes.host_group)
+    guard_peft(model)
+    keep_ranks_together(model, roots, sequences, meshes.host_group)
     if meshes.layout.fsdp > 1:
         for sequence in sequences:
             _prefetch([block for block in sequence if block not in roots])

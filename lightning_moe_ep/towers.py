@@ -21,18 +21,43 @@ from lightning_moe_ep.experts import with_zero_gradients
 from lightning_moe_ep.rows import is_recomputation
 
 
-def complete_gradients(
-    root: nn.Module, sequences: Sequence[Sequence[nn.Module]], host_group: dist.ProcessGroup
+def keep_ranks_together(
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    sequences: Sequence[Sequence[nn.Module]],
+    host_group: dist.ProcessGroup,
+) -> None:
+    """Let ranks go different ways through a model where that can be, and refuse it where it cannot.
+
+    After FSDP2, whose hooks must come later than these, and see what they do.
+
+    Args:
+        model: the whole model.
+        roots: its modules that are called from outside.
+        sequences: its lists of layers that FSDP2 shards by themselves, with experts in them.
+        host_group: all ranks, for host values.
+    """
+    if host_group.size() == 1:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    for root in roots:
+        inside = set(root.modules())
+        firsts = [sequence[0] for sequence in sequences if sequence and sequence[0] in inside]
+        if len(firsts) > 1:
+            _check_same_way(root, {names[block]: block for block in firsts}, host_group)
+        _complete_gradients(root, sequences, firsts, host_group)
+
+
+def _complete_gradients(
+    root: nn.Module,
+    sequences: Sequence[Sequence[nn.Module]],
+    firsts: Sequence[nn.Module],
+    host_group: dist.ProcessGroup,
 ) -> None:
     """Have ranks agree, in each forward of `root` that is trained, on which of its parts are used.
 
     Costs a small exchange over the host in each such forward, and nothing for a model without towers: without layers
-    in a list beside those that hold experts. After FSDP2, whose hooks must see what these do.
-
-    Args:
-        root: a module that is called from outside.
-        sequences: its lists of layers that FSDP2 shards by themselves, which every forward calls.
-        host_group: all ranks, for host values.
+    in a list beside those that hold experts.
     """
     inside = {module for sequence in sequences for block in sequence for module in block.modules()}
     parts = [module for module in root.modules() if module not in inside]
@@ -41,11 +66,10 @@ def complete_gradients(
         for part in parts
         if next(part.parameters(), None) is not None
     )
-    if host_group.size() > 1 and has_tower:
+    if has_tower:
         _Completion([part for part in parts if part is not root], host_group).hook(root)
-        for sequence in sequences:
-            if sequence:
-                sequence[0].register_forward_pre_hook(_require_gradient, prepend=True)
+        for block in firsts:
+            block.register_forward_pre_hook(_require_gradient, prepend=True)
 
 
 def _require_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -100,19 +124,12 @@ class _Completion:
         return tree_map(complete, output) if weights else output
 
 
-def check_same_way(root: nn.Module, first_blocks: Mapping[str, nn.Module], host_group: dist.ProcessGroup) -> None:
+def _check_same_way(root: nn.Module, first_blocks: Mapping[str, nn.Module], host_group: dist.ProcessGroup) -> None:
     """Have ranks tell each other, over the host, which list of layers they come to; raise where they do not agree.
 
     For a model with experts in more than one list, say in a vision tower too: a rank that left one out would wait in a
-    collective of the next while the others wait in one of the first. After FSDP2, whose hooks must come later.
-
-    Args:
-        root: a module that is called from outside.
-        first_blocks: the first layer of each list, by name.
-        host_group: all ranks, for host values.
+    collective of the next while the others wait in one of the first.
     """
-    if len(first_blocks) < 2 or host_group.size() == 1:
-        return
     places = [*first_blocks, "the end of the forward"]
 
     def check(place: int, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ VOCABULARY = 96
 ADAM_EPS = 1e-4
 """Adam divides by the gradient's size: with a tiny eps, an element whose true gradient is 0 and whose computed one is
 round-off takes a whole step in a random direction, in one process as in many. This is above the round-off."""
+
+NOTHING = "$."
+"""A pattern that no name has."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
@@ -61,8 +65,12 @@ class SameExpertRouter(TopKRouter):
         return logits, logits.softmax(dim=-1).gather(1, index).to(hidden.dtype), index
 
 
-def build(kind: str, **options: Any) -> nn.Module:
-    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`."""
+def build(kind: str, *, lora: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`; with `lora`, wrapped by plain PEFT."""
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(build(kind, **options), LoraConfig(**lora))
     if kind == "own":
         return OwnModel(**options)
     if kind == "own_same_expert":
@@ -86,6 +94,13 @@ def build(kind: str, **options: Any) -> nn.Module:
         },
     )
     return AutoModelForCausalLM.from_config(config)
+
+
+def freeze(model: nn.Module, pattern: str) -> None:
+    """Keep the parameters in whose names the pattern is found from being trained."""
+    for name, parameter in model.named_parameters():
+        if re.search(pattern, name):
+            parameter.requires_grad_(False)
 
 
 def make_batch(kind: str, tokens: int, seed: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_moe_ep import GroupedExperts
-from tests.models import ADAM_EPS, build, loss_of
+from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of
 
 
 @dataclass
@@ -66,12 +66,15 @@ def answer(
     clip: float | None = None,
     norm_type: float = 2.0,
     dtype: torch.dtype = torch.float32,
+    frozen: str = NOTHING,
 ) -> Answer:
     """Train `len(steps)` steps; `steps[s][r]` are the micro-batches of rank r in step s.
 
-    The gradient is that of the mean over ranks and micro-batches of the batch's loss, as DDP's users mean.
+    The gradient is that of the mean over ranks and micro-batches of the batch's loss, as DDP's users mean. Parameters
+    whose names have `frozen` in them have none.
     """
     model = reference_model(kind, options, state).to(dtype)
+    freeze(model, frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=ADAM_EPS)
     gradients, norms = [], []
     for of_ranks in steps:
@@ -81,7 +84,11 @@ def answer(
             cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             (loss_of(model, cast) / count).backward()
         gradients.append(
-            {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            }
         )
         norms.append(norm_of(gradients[-1], norm_type))
         if clip is not None:

@@ -9,14 +9,15 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy, register_dispatcher
 from lightning_moe_ep.dispatch import OverlappedDispatcher
+from lightning_moe_ep.experts import spread_experts
 from tests import oracle
-from tests.models import ADAM_EPS, build, loss_of, make_batch
+from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
 from tests.pool import RankPool
 
 
@@ -93,6 +94,8 @@ class Case:
     norm_type: float = 2.0
     precision: Any = "32-true"
     strategy: dict[str, Any] = field(default_factory=dict)
+    frozen: str = NOTHING
+    """A pattern of the names of parameters that are not trained."""
 
     def batches(self) -> list[list[list[dict[str, Tensor]]]]:
         """`[step][rank][micro-batch]`."""
@@ -115,6 +118,7 @@ class CaseModule(L.LightningModule):
 
     def configure_model(self) -> None:
         self.model = build(self.case.kind, **self.case.model)
+        freeze(self.model, self.case.frozen)
 
     def train_dataloader(self) -> Any:
         batches = [batch for step in self.case.batches() for batch in step[dist.get_rank()]]
@@ -136,12 +140,17 @@ class Probe(L.Callback):
         self.initial: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.initial = whole(dict(pl_module.model.named_parameters()))
+        self.initial = plain(pl_module.model, dict(pl_module.model.named_parameters()))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        missing = [name for name, p in pl_module.model.named_parameters() if p.grad is None]
+        trained = {name: p.grad for name, p in pl_module.model.named_parameters() if p.requires_grad}
+        missing = [name for name, gradient in trained.items() if gradient is None]
         assert not missing, f"no gradient: {missing}"
-        self.gradients.append(whole({name: p.grad for name, p in pl_module.model.named_parameters()}))
+        needless = [
+            name for name, p in pl_module.model.named_parameters() if name not in trained and p.grad is not None
+        ]
+        assert not needless, f"a gradient that nobody needs: {needless}"
+        self.gradients.append(plain(pl_module.model, trained))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step > len(self.norms):
@@ -150,6 +159,17 @@ class Probe(L.Callback):
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+
+
+def plain(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of a parallel model's parameters, in the form that they have in the plain model."""
+    tensors = whole(tensors)
+    for name, module in model.named_modules():
+        if (spread := dict(spread_experts(model)).get(module)) is not None:
+            inside = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+            of_module = spread.adapter.to_file({key.removeprefix(f"{name}."): v for key, v in inside.items()})
+            tensors.update({f"{name}.{key}": value for key, value in of_module.items()})
+    return tensors
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:
@@ -166,7 +186,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:
         precision=case.precision,
         callbacks=[probe, ExpertGradientCallback(norm_type=case.norm_type)],
     ).fit(module)
-    weights = whole(dict(module.model.named_parameters()))
+    weights = plain(module.model, dict(module.model.named_parameters()))
     return probe.initial, oracle.Answer(probe.gradients, probe.norms, weights)
 
 
@@ -183,7 +203,9 @@ def check(pool: RankPool, case: Case) -> None:
     """Run the case and compare with the oracle: gradients to 1e-5, norms to 1e-6, weights to 1e-4."""
     results = pool.run(train, case, world=case.world)
     initial, ours = results[0]
-    theirs = oracle.answer(case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type)
+    theirs = oracle.answer(
+        case.kind, case.model, initial, case.batches(), clip=case.clip, norm_type=case.norm_type, frozen=case.frozen
+    )
     for step, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         error, name = worst(mine, right)
         assert error < 1e-5, f"step {step}: the gradient of {name} is off by {error:.1e}"

@@ -149,7 +149,7 @@ def test_lightning_plugins_become_ours(precision: str) -> None:
     assert strategy.precision_plugin is strategy.precision_plugin
 
 
-def _error(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+def error_of(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The norm over all parameters of the difference, as a share of the norm of the right ones."""
     difference = torch.cat([(ours[name].double() - right[name].double()).flatten() for name in right])
     return float(difference.norm() / torch.cat([tensor.double().flatten() for tensor in right.values()]).norm())
@@ -165,6 +165,6 @@ def test_bf16_gradients_are_as_good_as_those_of_one_process(
     initial, ours = ranks.run(train, case, world=world)[0]
     right = oracle.answer(case.kind, case.model, initial, case.batches())
     bf16 = oracle.answer(case.kind, case.model, initial, case.batches(), dtype=torch.bfloat16)
-    of_one_process = _error(bf16.gradients[0], right.gradients[0])
-    assert _error(ours.gradients[0], right.gradients[0]) <= 1.5 * of_one_process
+    of_one_process = error_of(bf16.gradients[0], right.gradients[0])
+    assert error_of(ours.gradients[0], right.gradients[0]) <= 1.5 * of_one_process
     assert 1e-4 < of_one_process < 0.1  # else the comparison says nothing

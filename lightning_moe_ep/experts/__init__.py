@@ -1,11 +1,14 @@
 """What an experts module is: finding it, computing it, and a layer of our own."""
 
 from lightning_moe_ep.experts import families as families
-from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, register_experts
+from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
+from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
+from lightning_moe_ep.experts.quantized import check_not_quantized
+from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import (
     SpreadExperts,
     ep_size,
@@ -24,17 +27,22 @@ __all__ = [
     "ExpertsAdapter",
     "ExpertsModule",
     "GroupedExperts",
+    "LoraExperts",
     "MoELayer",
     "NoExpertsError",
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
     "biases_around",
+    "check_not_quantized",
     "choice_biases",
     "compute_experts",
     "ep_size",
     "expert_parameters",
     "find_experts",
+    "find_routers",
+    "initialise_adapters",
+    "is_a",
     "is_spread",
     "lone_expert_parameters",
     "mark_spread",

@@ -7,6 +7,8 @@ no row. The gate, the activation and a norm after the experts are the module's o
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,44 @@ ALIGNMENT = 16
 """Bytes that a row of a matrix must be a multiple of for grouped_mm (torch 2.13, CPU and CUDA)."""
 
 
+_LOW_RANK = "_low_rank"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to stacked weights `[L, n, m]`: for each expert `scaling * left @ right`."""
+
+    left: Tensor
+    """`[L, n, r]`"""
+
+    right: Tensor
+    """`[L, r, m]`"""
+
+    scaling: float
+
+    @property
+    def mT(self) -> LowRank:  # noqa: N802
+        """What it adds to the transposed weights."""
+        return LowRank(self.right.mT, self.left.mT, self.scaling)
+
+    def whole(self) -> Tensor:
+        """`[L, n, m]`"""
+        return self.scaling * (self.left @ self.right)
+
+    def of_all(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """From `[R, n]` rows to `[R, m]`."""
+        # grouped_mm takes no matrix whose rows do not fill multiples of ALIGNMENT.
+        left, right = (part.to(rows.dtype) for part in (self.left, self.right))
+        if missing := -left.shape[2] % (ALIGNMENT // rows.element_size()):
+            left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+        narrow = F.grouped_mm(rows, left, offs=groups.offsets)
+        return F.grouped_mm(narrow * self.scaling, right, offs=groups.offsets)
+
+    def of_one(self, expert: int, rows: Tensor) -> Tensor:
+        left, right = (part[expert].to(rows.dtype) for part in (self.left, self.right))
+        return (rows @ left) * self.scaling @ right
+
+
 def compute_experts(
     module: nn.Module, rows: Tensor, groups: RowGroups, weights: Tensor | None = None, *, computation: Computation
 ) -> Tensor:
@@ -31,7 +71,8 @@ def compute_experts(
         module: an experts module as transformers describes them. Its weights are `gate_up_proj [L, 2I, H]` and
             `down_proj [L, H, I]` (or DTensors with such local tensors), its `_apply_gate` maps `[R, 2I]` to `[R, I]`.
             It may have `up_proj [L, I, H]` and `act_fn` instead of a gate, biases (`NAME_bias [L, width]`), both
-            weights transposed (`is_transposed`), and a `post_expert_norm` (`has_post_expert_norm`).
+            weights transposed (`is_transposed`), and a `post_expert_norm` (`has_post_expert_norm`). `with_low_rank`
+            gives one to whose weights adapters add something, which `native` does not take.
         rows: `[R, H]`, sorted by expert; R may be 0.
         groups: which rows belong to which expert.
         weights: `[R]`, by which each row's output is multiplied; None: by 1. grouped_mm multiplies the I activations
@@ -46,7 +87,7 @@ def compute_experts(
     """
     if computation == "native" and len(rows):
         return native(module, rows, groups, weights)
-    up, down = _Projection(module, up_name(module)), _Projection(module, "down_proj")
+    up, down = (_Projection(module, name) for name in (up_name(module), "down_proj"))
     activate = module._apply_gate if up.name == "gate_up_proj" else module.act_fn
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     inputs = rows.to(up.weight.dtype)
@@ -64,6 +105,13 @@ def compute_experts(
     return weigh(outputs if norm is None else norm(outputs), weights).to(rows.dtype)
 
 
+def with_low_rank(module: nn.Module, low_rank: Mapping[str, Sequence[LowRank]]) -> nn.Module:
+    """A shallow copy of an experts module, for `compute_experts`, with what adapters add to weights of these names."""
+    local = copy.copy(module)
+    object.__setattr__(local, _LOW_RANK, low_rank)
+    return local
+
+
 def up_name(module: nn.Module) -> str:
     """The parameter of the first projection: with the gate's, or alone."""
     return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
@@ -74,15 +122,20 @@ class _Projection:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
+        transposed = getattr(module, "is_transposed", False)
         weight = local_parameter(module, name)
-        self.weight = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
+        self.weight = weight if transposed else weight.mT
         """`[L, width in, width out]`"""
+        added = getattr(module, _LOW_RANK, {}).get(name, ())
+        self.low_rank = [each if transposed else each.mT for each in added]
         self.bias = local_parameter(module, f"{name}_bias") if hasattr(module, f"{name}_bias") else None
         """`[L, width out]`"""
 
     def of_all(self, rows: Tensor, groups: RowGroups, weights: Tensor | None = None) -> Tensor:
         """All experts on their rows; `weights` are those that the rows have been multiplied by already."""
         outputs = F.grouped_mm(rows, self.weight, offs=groups.offsets)
+        for added in self.low_rank:
+            outputs = outputs + added.of_all(rows, groups)
         if self.bias is None:
             return outputs
         bias = self.bias.repeat_interleave(groups.sizes, dim=0, output_size=len(rows))
@@ -90,6 +143,8 @@ class _Projection:
 
     def of_one(self, expert: int, rows: Tensor) -> Tensor:
         outputs = rows @ self.weight[expert]
+        for added in self.low_rank:
+            outputs = outputs + added.of_one(expert, rows)
         return outputs if self.bias is None else outputs + self.bias[expert]
 
 

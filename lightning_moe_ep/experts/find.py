@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_moe_ep.experts.adapter import ExpertsAdapter, adapter_for
+from lightning_moe_ep.experts.lora import LoraExperts
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.experts.stacked import positional_arguments, stacked_parameters
 
@@ -57,6 +58,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
         except NotImplementedError as error:
             raise NotImplementedError(f"the experts module {name} ({type(module).__name__}) {error}") from None
         if adapter is not None:
+            _check_no_adapters_inside(name, adapter)
             found.append(ExpertsModule(name=name, adapter=adapter))
         elif lacks := _what_it_lacks(module):
             near.append(f"{name} ({type(module).__name__}): {lacks}")
@@ -69,6 +71,17 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
             f" {came_near}"
         )
     return found
+
+
+def _check_no_adapters_inside(name: str, adapter: ExpertsAdapter) -> None:
+    base = adapter.base if isinstance(adapter, LoraExperts) else adapter
+    for inner, part in base.module.named_modules():
+        if hasattr(part, "lora_A"):
+            raise NotImplementedError(
+                f"the experts module {name} ({type(base.module).__name__}) has a LoRA adapter on its part {inner}; only"
+                " stacked weights [E, ...] of three dimensions can have one, by target_parameters. Take that part out"
+                " of the adapter's targets"
+            )
 
 
 def _what_it_lacks(module: nn.Module) -> str | None:

@@ -53,7 +53,7 @@ def mark_spread(module: nn.Module, spread: SpreadExperts) -> None:
 
 def spread_of(module: nn.Module) -> SpreadExperts | None:
     """What was recorded of `module`, if it is an experts module that is spread."""
-    return getattr(module, _ATTRIBUTE, None)
+    return vars(module).get(_ATTRIBUTE)  # its own: a wrapper may pass on the attributes of what it wraps
 
 
 def is_spread(module: nn.Module) -> bool:

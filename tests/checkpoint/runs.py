@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
-from tests.models import ADAM_EPS, build, loss_of, make_batch
-from tests.parity import trainer, whole
+from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
+from tests.parity import plain, trainer
 from tests.pool import RankPool
 
 STEP = 4
@@ -78,6 +78,8 @@ class Run:
     """Of a ModelCheckpoint, if there is to be one."""
     options: dict[str, Any] = field(default_factory=dict)
     hparams: dict[str, Any] = field(default_factory=dict)
+    seed: int = 7
+    """Of the initial weights."""
 
 
 class Module(L.LightningModule):
@@ -86,7 +88,10 @@ class Module(L.LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        self.model = build("own", **{**MODELS, WITH_BIAS: {"choice_bias": True}}[self.hparams.model])
+        self.model = build(
+            "own", lora=self.hparams.get("lora"), **{**MODELS, WITH_BIAS: {"choice_bias": True}}[self.hparams.model]
+        )
+        freeze(self.model, self.hparams.get("frozen", NOTHING))
 
     def train_dataloader(self) -> Any:
         return DataLoader(list(range(1000)), batch_size=None)
@@ -138,7 +143,7 @@ class Outcome:
 
 def run(of: Run) -> Outcome:
     """On a rank of the pool, or in the test's own process for plain Lightning."""
-    L.seed_everything(7, verbose=False)
+    L.seed_everything(of.seed, verbose=False)
     module = Module(of.model, of.optimizer, **of.hparams)
     with messages() as seen:
         fitted = make_trainer(of)
@@ -146,7 +151,7 @@ def run(of: Run) -> Outcome:
         if of.save:
             fitted.save_checkpoint(of.save, weights_only=of.weights_only)
     rate = fitted.lr_scheduler_configs[0].scheduler.get_last_lr()[0]
-    return Outcome(whole(dict(module.model.state_dict())), fitted.global_step, rate, seen)
+    return Outcome(plain(module.model, dict(module.model.state_dict())), fitted.global_step, rate, seen)
 
 
 def make_trainer(of: Run) -> L.Trainer:
