@@ -333,7 +333,8 @@ class _AsOwnModel:
     """Looks like an `OwnModel` with the layers of a LightningModule."""
 
     def __init__(self, module: LayersOnTheModule) -> None:
-        self.blocks, self.head, self.named_parameters = module.blocks, module.head, module.named_parameters
+        self.blocks, self.head = module.blocks, module.head
+        self.named_parameters, self.named_modules = module.named_parameters, module.named_modules
 
     def __call__(self, x: Tensor) -> Tensor:
         return OwnModel.forward(self, x)  # type: ignore[arg-type]
