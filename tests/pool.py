@@ -11,6 +11,7 @@ loses a connection while it connects the ranks of a group, on a busy machine; su
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -78,6 +79,10 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: 
         # DTensor keeps meshes in its caches, and takes one for another of equal shape whose groups are gone.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
+        # What a Trainer leaves holds its groups in circles, and a group of gloo keeps its threads, which would slow down
+        # all later jobs. What remains is looked at no more: imported modules, mostly.
+        gc.collect()
+        gc.freeze()
 
 
 class RankPool:
