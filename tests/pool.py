@@ -79,8 +79,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: 
         # DTensor keeps meshes in its caches, and takes one for another of equal shape whose groups are gone.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
-        # What a Trainer leaves holds its groups in circles, and a group of gloo keeps its threads, which would slow down
-        # all later jobs. What remains is looked at no more: imported modules, mostly.
+        # What a Trainer leaves holds its groups in circles, and a group of gloo keeps its threads, which would slow
+        # down all later jobs. What remains is looked at no more: imported modules, mostly.
         gc.collect()
         gc.freeze()
 
