@@ -101,7 +101,7 @@ def parallelize(
                 num_experts=found.num_experts,
                 combine_dtype=combine_dtype,
                 statistics=spread.statistics,
-                equal_tokens=equal_tokens,
+                equal_tokens=equal_tokens and found.adapter.equal_tokens,
             )
             dispatch = partial(make_dispatcher(group), experts=compute)
         found.adapter.install(dispatch, alone=meshes.host_ep_group is None)
@@ -293,7 +293,7 @@ def _expert_placement(
 
 def _shard_dim(parameter: nn.Parameter, efsdp: int) -> int:
     """0, unless only dimension 1 divides evenly: FSDP2 pads dimension 0 and takes no uneven other one."""
-    num_local, width = parameter._local_tensor.shape[:2]
+    num_local, width = (*parameter._local_tensor.shape, 1)[:2]
     return 1 if num_local % efsdp and width % efsdp == 0 else 0
 
 

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch.utils._pytree import tree_map
-
 from lightning_moe_ep.experts import with_zero_gradients
+from lightning_moe_ep.trees import map_tensors
 
 
 def complete_gradients(root: nn.Module, blocks: Sequence[nn.Module], host_group: dist.ProcessGroup) -> None:
@@ -63,8 +61,7 @@ class _Completion:
         missing = [part for part, left_out in zip(trained, (somewhere > here).tolist(), strict=True) if left_out]
         weights = [weight for part in missing for weight in part.parameters(recurse=False)]
 
-        def complete(value: Any) -> Any:
-            differentiable = isinstance(value, Tensor) and value.requires_grad
-            return with_zero_gradients(value, weights) if differentiable else value
+        def complete(value: Tensor) -> Tensor:
+            return with_zero_gradients(value, weights) if value.requires_grad else value
 
-        return tree_map(complete, output) if weights else output
+        return map_tensors(complete, output) if weights else output

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoELayer, TopKRouter
+from tests.list_models import BLOCKS, ListModel
 
 HIDDEN = 64
 VOCABULARY = 96
@@ -62,7 +63,7 @@ class SameExpertRouter(TopKRouter):
 
 
 def build(kind: str, **options: Any) -> nn.Module:
-    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`."""
+    """A model by name: `own`, `own_same_expert`, one of `BLOCKS`, or one of `FAMILIES`."""
     if kind == "own":
         return OwnModel(**options)
     if kind == "own_same_expert":
@@ -70,6 +71,8 @@ def build(kind: str, **options: Any) -> nn.Module:
         for block in model.blocks:
             block.moe.router.__class__ = SameExpertRouter
         return model
+    if kind in BLOCKS:
+        return ListModel(kind, **options)
     config = AutoConfig.for_model(
         kind,
         **{
