@@ -38,6 +38,7 @@ class ModuleListExperts(ExpertsAdapter):
         self._around, self._widths = around, widths
         self._num_experts = len(module)
         self._block = next(outer for outer in around if not isinstance(outer, nn.ModuleList | nn.ModuleDict))
+        self._block_class = type(self._block).__name__  # FSDP2 renames it
         self._grouped = runs_grouped(module[0], widths[0])
         self.computations = frozenset({"auto", "loop", *(["grouped_mm"] if self._grouped else [])})
 
@@ -168,7 +169,7 @@ class ModuleListExperts(ExpertsAdapter):
 
     def _description(self) -> str:
         names = {module: name for name, module in self._around[-1].named_modules()}
-        return f"the experts {names.get(self.module, '')} of {type(self._block).__name__}"
+        return f"the experts of {self._block_class} ({names.get(self.module, '')})"
 
 
 def called_experts(module: nn.ModuleList, outer: nn.Module) -> bool:

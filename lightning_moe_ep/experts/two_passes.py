@@ -7,9 +7,7 @@ Where all experts are on this rank one pass is enough, and nothing is assumed of
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, ClassVar
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_ep.experts.adapter import Dispatch
+from lightning_moe_ep.experts.isolation import random_numbers_from, random_state, without_effects
 from lightning_moe_ep.experts.members import StackedMembers, with_tie
 from lightning_moe_ep.experts.stacked import with_zero_gradients
 from lightning_moe_ep.remember import once
@@ -26,8 +25,6 @@ from lightning_moe_ep.trees import map_tensors, tensors_of
 
 Parameters = Callable[[], tuple[dict[str, tuple[Tensor, ...]], list[Tensor]]]
 """This rank's experts: by name, each expert's part of each parameter; and ties (see `with_tie`) of the parameters."""
-
-_PLAIN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 class OnePass:
@@ -76,14 +73,15 @@ class TwoPasses:
     """A block's forward where some of its experts are on other ranks.
 
     The experts' inputs must not depend on their outputs, as they do in a chain of MLPs; and an expert must compute each
-    row by itself. Both are tried out at the first forward in which a rank calls two experts. Hooks of the block's other
-    modules run in both passes.
+    row by itself. Both are tried out, in training and in evaluation, at the first forward in which a rank calls two
+    experts. What the block does outside of its own modules, and hooks on these, happen in both passes.
     """
 
-    _FAULTS: ClassVar[tuple[str, str]] = (
-        "what an expert is called with depends on what others gave, as in a chain of MLPs or where experts choose"
-        " experts: it is no mixture whose rows can travel together",
+    _FAULTS: ClassVar[tuple[str, ...]] = (
+        "what an expert is called with depends on what others gave, as in a chain of MLPs, or is something else when"
+        " the block runs again: it is no mixture whose rows can travel together",
         "what an expert gives for a row depends on the other rows, or has another width than before: it is no MLP",
+        "the first pass over their block failed on another rank, which says why",
     )
 
     def __init__(
@@ -109,18 +107,17 @@ class TwoPasses:
         self._experts, self._parameters, self._dispatch = experts, parameters, dispatch
         self._width_in, self._width_out = widths
         self._name = name
-        self._checked = False
+        self._checked: set[bool] = set()
+        """Whether what it assumes was tried out, in training (True) and in evaluation."""
         update_wrapper(self, block.forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         none = self._no_rows()
-        random = _random_state(none.device)
-        given, ties = _with_ties((args, kwargs))
-        calls, inputs = self._rehearse(
-            given[0], given[1], lambda rows: rows.new_zeros((*rows.shape[:-1], self._width_out))
-        )
-        if not self._checked:
-            self._check(args, kwargs, calls, inputs, random)
+        random = random_state(none.device)
+        if self._block.training not in self._checked:
+            self._try_out(args, kwargs, random)
+        (tied_args, tied_kwargs), ties = _with_ties((args, kwargs))
+        calls, inputs = self._rehearse(tied_args, tied_kwargs, self._zeros)
         if once(lambda: calls) != calls:
             raise RuntimeError(
                 f"{self._name()} were called with other rows when activation checkpointing recomputed the forward than"
@@ -141,7 +138,7 @@ class TwoPasses:
             # A copy: what is one of several views must not be changed in place, as an expert's output may be.
             return output.view(*rows.shape[:-1], self._width_out).to(rows.dtype, copy=True)
 
-        with _random_numbers_from(random, none.device), self._experts.answering(answer):
+        with random_numbers_from(random, none.device), self._experts.answering(answer):
             result = self._forward(*args, **kwargs)
         if (call := next(answers, (None, None))[0]) is not None:
             raise self._unlike(call)
@@ -170,7 +167,7 @@ class TwoPasses:
 
         # Copies: a forward may change in place what it is given.
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
-        with _without_effects(self._block, self._experts), self._experts.answering(record):
+        with without_effects(self._block, self._experts), self._experts.answering(record):
             self._forward(*args, **kwargs)
         return calls, inputs
 
@@ -178,6 +175,9 @@ class TwoPasses:
         """`[0, H]` in the experts' dtype."""
         like = next(self._experts.parameters())
         return torch.empty(0, self._width_in, dtype=like.dtype, device=like.device)
+
+    def _zeros(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros((*rows.shape[:-1], self._width_out))
 
     def _rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         given = [*args, *kwargs.values()]
@@ -197,38 +197,53 @@ class TwoPasses:
             " (is there randomness that is not torch's, or a state outside of the block?). Use ep=1 if it cannot"
         )
 
-    def _check(self, args: Any, kwargs: Any, calls: list[Call], inputs: list[Tensor], random: list[Tensor]) -> None:
-        """Try out what `TwoPasses` assumes; every rank of the world comes to the same answer."""
+    @torch.no_grad()
+    def _try_out(self, args: Any, kwargs: Any, random: list[Tensor]) -> None:
+        """Try out what `TwoPasses` assumes; every rank of the world comes to the same answer.
+
+        Raises:
+            RuntimeError: it does not hold, on any rank.
+        """
         device = self._no_rows().device
-        generator = torch.Generator(device).manual_seed(0)
-
-        def noise(rows: Tensor) -> Tensor:
-            largest = rows.detach().abs().amax() + 1 if rows.numel() else 1
-            shape = (*rows.shape[:-1], self._width_out)
-            return (torch.randn(shape, generator=generator, device=rows.device) * largest).to(rows.dtype)
-
-        fault, cause = 0, None
+        fault, failure = 0, None
+        calls: list[Call] = []
         try:
-            with torch.no_grad(), _random_numbers_from(random, device):
-                other_calls, other_inputs = self._rehearse(args, kwargs, noise)
+            with random_numbers_from(random, device):
+                calls, inputs = self._rehearse(args, kwargs, self._zeros)
+            with random_numbers_from(random, device):
+                other_calls, other_inputs = self._rehearse(args, kwargs, self._noise(device))
             if calls != other_calls or not all(map(_close, inputs, other_inputs)):
                 fault = 1
             elif not self._computes_each_row(inputs):
                 fault = 2
         except Exception as error:
-            fault, cause = 1, error
+            fault, failure = 3, error
         seen = sum(call.num_rows > 0 for call in calls) > 1
         told = torch.tensor([fault, seen], device=device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        fault, self._checked = int(told[0]), bool(told[1])
-        if fault:
+        if failure is not None:
+            failure.add_note(f"This came of trying out {self._name()}: their block ran with numbers for their outputs.")
+            raise failure
+        if fault := int(told[0]):
             raise RuntimeError(
                 f"{self._name()} were found as a ModuleList of equal MLPs beside a router, but"
                 f" {self._FAULTS[fault - 1]}. Use ep=1, where each call computes by itself, or say what they are with"
                 " register_experts"
-            ) from cause
+            )
+        if told[1]:
+            self._checked.add(self._block.training)
 
-    @torch.no_grad()
+    def _noise(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Answers as large as the rows, from random numbers of their own."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def noise(rows: Tensor) -> Tensor:
+            largest = rows.abs().amax() + 1 if rows.numel() else 1
+            values = torch.randn((*rows.shape[:-1], self._width_out), generator=generator, device=device)
+            return (values * largest).to(rows.dtype)
+
+        return noise
+
     def _computes_each_row(self, inputs: list[Tensor]) -> bool:
         rows = _joined(inputs, self._no_rows())[:2]
         if len(rows) < 2:
@@ -248,7 +263,7 @@ class TwoPasses:
 
 def _joined(inputs: list[Tensor], none: Tensor) -> Tensor:
     """All rows in one `[R, H]`, in the experts' dtype, on every rank the same."""
-    return torch.cat([none, *(rows.flatten(0, -2).to(none.dtype) for rows in inputs)])
+    return torch.cat([none, *(rows.reshape(-1, none.shape[1]).to(none.dtype) for rows in inputs)])
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -301,43 +316,3 @@ def _with_ties(tree: Any) -> tuple[Any, list[Tensor]]:
         return tensor
 
     return map_tensors(tie, tree), ties
-
-
-@contextmanager
-def _without_effects(block: nn.Module, experts: nn.Module) -> Iterator[None]:
-    """Inside, what is changed in the buffers and the attributes of the block's modules is changed for the time only."""
-    inside = set(experts.modules())
-    before = [(module, dict(vars(module))) for module in block.modules() if module not in inside]
-    for module, attributes in before:
-        for name, value in attributes.items():
-            if name not in _PLAIN_ATTRIBUTES and type(value) in (list, dict, set):
-                vars(module)[name] = copy.copy(value)
-        vars(module)["_buffers"] = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
-@contextmanager
-def _random_numbers_from(states: list[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, torch's random numbers start from `states`; afterwards they go on as if nothing had happened."""
-    before = _random_state(device)
-    _set_random_state(states, device)
-    try:
-        yield
-    finally:
-        _set_random_state(before, device)
