@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
+from tests.list_models import ListModel, plain_names
 from tests.models import ADAM_EPS, build, loss_of, make_batch
 from tests.parity import trainer, whole
 from tests.pool import RankPool
@@ -37,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "even": {},
     "6 experts of odd width": {"num_experts": 6, "intermediate_size": 33},
     "1 expert a rank": {"num_experts": 2},
+    "a list of experts": {"kind": "own_list_mixtral", "num_experts": 6},
 }
 
 
@@ -83,7 +85,8 @@ class Module(L.LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        self.model = build("own", **MODELS[self.hparams.model])
+        options = dict(MODELS[self.hparams.model])
+        self.model = build(options.pop("kind", "own"), **options)
 
     def train_dataloader(self) -> Any:
         return DataLoader(list(range(1000)), batch_size=None)
@@ -143,7 +146,10 @@ def run(of: Run) -> Outcome:
         if of.save:
             fitted.save_checkpoint(of.save, weights_only=of.weights_only)
     rate = fitted.lr_scheduler_configs[0].scheduler.get_last_lr()[0]
-    return Outcome(whole(dict(module.model.state_dict())), fitted.global_step, rate, seen)
+    weights = whole(dict(module.model.state_dict()))
+    if isinstance(module.model, ListModel):
+        weights = plain_names(weights)
+    return Outcome(weights, fitted.global_step, rate, seen)
 
 
 def make_trainer(of: Run) -> L.Trainer:

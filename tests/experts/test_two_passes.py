@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ep import Layout, build_meshes, parallelize, remember_routing
-from tests.list_models import HIDDEN, GatedMLP, HitBlock, MixtralBlock
+from tests.list_models import HIDDEN, GatedMLP, HitBlock, Holder, MixtralBlock
 from tests.parity import whole, worst
 from tests.pool import RankError, RankPool
 
@@ -153,21 +153,6 @@ class Reused(MixtralBlock):
         for i, expert in enumerate(self.experts[:]):
             output += expert(buffer.copy_(hidden_states)) * (weights * (chosen == i)).sum(dim=1, keepdim=True)
             buffer.zero_()
-        return output
-
-
-class Holder(nn.Module):
-    """Experts in a module of their own, which is called with the routing."""
-
-    def __init__(self, num_experts: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.mlps = nn.ModuleList([GatedMLP(HIDDEN, intermediate_size, False) for _ in range(num_experts)])
-
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        output = torch.zeros_like(hidden)
-        for i in range(-len(self.mlps), 0):
-            share = (weights * (chosen == i + len(self.mlps))).sum(dim=1, keepdim=True)
-            output = output + self.mlps[i](hidden) * share
         return output
 
 
