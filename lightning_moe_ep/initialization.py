@@ -8,7 +8,7 @@ that was built for real is instead checked to be the same on all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.experts import initialise_adapters
+from lightning_moe_ep.experts import initialise_adapters, spread_experts
 from lightning_moe_ep.shards import cut
 
 
@@ -51,14 +51,19 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
     modules = dict(model.named_modules())
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
-    hidden = _hide(modules)
+    stacked = _stacked_by_us(modules)
+    hidden = _hide(modules, stacked)
     made: dict[int, Tensor] = {}
     try:
         for (owner, kind, key), original in hidden.items():
             if not original.is_meta or id(original) in made:
                 continue
             name = f"{owner}.{key}" if owner else key
-            full = _initial_value(modules, owner, kind, key, original, seed=seed, device=device)
+            full: Tensor | None
+            if (prefix := stacked.get(id(original))) is None:
+                full = _initial_value(modules, owner, kind, key, original, name=name, seed=seed, device=device)
+            else:
+                full = _initial_values(modules, owner, key, original, prefix=prefix, seed=seed, device=device)
             if full is None:
                 raise ValueError(
                     f"the initial value of {name} ({type(modules[owner]).__name__}) cannot be replayed: neither an"
@@ -75,7 +80,21 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device) -> None:
             getattr(modules[owner], kind)[key] = made.get(id(original), original)
 
 
-def _hide(modules: dict[str, nn.Module]) -> dict[tuple[str, str, str], Tensor]:
+def _stacked_by_us(modules: dict[str, nn.Module]) -> dict[int, str]:
+    """The parameters that the plain model has once for each expert: the path of their experts module, by id.
+
+    In `modules` the experts module gives way to that of one expert, which knows how to initialise itself.
+    """
+    stacked: dict[int, str] = {}
+    names = {module: name for name, module in modules.items()}
+    for module, spread in list(spread_experts(modules[""])):
+        if (expert := spread.adapter.one_expert()) is not None:
+            modules[names[module]] = expert
+            stacked.update((id(parameter), names[module]) for parameter in spread.parameters())
+    return stacked
+
+
+def _hide(modules: dict[str, nn.Module], stacked: Container[int]) -> dict[tuple[str, str, str], Tensor]:
     """Put a whole tensor on the meta device in place of every parameter and buffer; returns what was there.
 
     An initialisation may touch more than the parameter that it is replayed for: the rest must not be touched.
@@ -87,13 +106,36 @@ def _hide(modules: dict[str, nn.Module]) -> dict[tuple[str, str, str], Tensor]:
                 if tensor is not None:
                     hidden[name, kind, key] = tensor
     for (name, kind, key), tensor in hidden.items():
-        getattr(modules[name], kind)[key] = _placeholder(tensor, "meta")
+        shape = tensor.shape[1:] if id(tensor) in stacked else tensor.shape
+        getattr(modules[name], kind)[key] = _placeholder(tensor, shape, "meta")
     return hidden
 
 
-def _placeholder(tensor: Tensor, device: torch.device | str) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+def _placeholder(tensor: Tensor, shape: torch.Size, device: torch.device | str) -> Tensor:
+    whole = torch.empty(shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+
+
+def _initial_values(
+    modules: dict[str, nn.Module],
+    owner: str,
+    key: str,
+    original: Tensor,
+    *,
+    prefix: str,
+    seed: int,
+    device: torch.device,
+) -> Tensor | None:
+    """The same for a parameter that is stacked: each expert's is the plain model's, which has a name of its own."""
+    inner = f"{owner}.{key}".removeprefix(f"{prefix}.")
+    values = []
+    for number in range(len(original)):
+        name = f"{prefix}.{number}.{inner}"
+        value = _initial_value(modules, owner, "_parameters", key, original, name=name, seed=seed, device=device)
+        if value is None:
+            return None
+        values.append(value)
+    return torch.stack(values)
 
 
 @torch.no_grad()
@@ -104,16 +146,17 @@ def _initial_value(
     key: str,
     original: Tensor,
     *,
+    name: str,
     seed: int,
     device: torch.device,
 ) -> Tensor | None:
     """The whole initial value, or None if the initialisation does not set every element."""
     slots = getattr(modules[owner], kind)
     meta = slots[key]
-    name_seed = int.from_bytes(hashlib.sha256(f"{seed}:{owner}.{key}".encode()).digest()[:8], "little") >> 1
+    name_seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
     values = []
     for blank in _blanks(original.dtype):
-        target = slots[key] = _placeholder(original, device)
+        target = slots[key] = _placeholder(original, meta.shape, device)
         target.fill_(blank)
         try:
             with seeded(name_seed, device):

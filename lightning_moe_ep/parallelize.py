@@ -113,7 +113,7 @@ def parallelize(
                 num_experts=found.num_experts,
                 combine_dtype=combine_dtype,
                 statistics=spread.statistics,
-                equal_tokens=equal_tokens,
+                equal_tokens=equal_tokens and found.adapter.equal_tokens,
             )
             dispatch = partial(make_dispatcher(group), experts=compute)
         found.adapter.install(dispatch, alone=meshes.host_ep_group is None)

@@ -354,7 +354,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         if self._save_distributed_checkpoint:
             options = StateDictOptions(cpu_offload=True)
             return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
-        return checkpoints.full_optimizer_state(optimizer)
+        return checkpoints.full_optimizer_state(self.lightning_module, optimizer)
 
     @override
     def save_checkpoint(

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch.utils._pytree import tree_map
-
 from lightning_moe_ep.experts import with_zero_gradients
 from lightning_moe_ep.rows import is_recomputation
+from lightning_moe_ep.trees import map_tensors
 
 
 def keep_ranks_together(
@@ -117,11 +115,10 @@ class _Completion:
         inside = dict.fromkeys(module for part in differing for module in part.modules())
         weights = [weight for module in inside for weight in own.get(module, ())]
 
-        def complete(value: Any) -> Any:
-            differentiable = isinstance(value, Tensor) and value.requires_grad
-            return with_zero_gradients(value, weights) if differentiable else value
+        def complete(value: Tensor) -> Tensor:
+            return with_zero_gradients(value, weights) if value.requires_grad else value
 
-        return tree_map(complete, output) if weights else output
+        return map_tensors(complete, output) if weights else output
 
 
 def _check_same_way(root: nn.Module, first_blocks: Mapping[str, nn.Module], host_group: dist.ProcessGroup) -> None:

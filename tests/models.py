@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoELayer, TopKRouter
+from tests.list_models import BLOCKS, ListModel
 
 HIDDEN = 64
 VOCABULARY = 96
@@ -66,7 +67,7 @@ class SameExpertRouter(TopKRouter):
 
 
 def build(kind: str, *, lora: dict[str, Any] | None = None, **options: Any) -> nn.Module:
-    """A model by name: `own`, `own_same_expert`, or one of `FAMILIES`; with `lora`, wrapped by plain PEFT."""
+    """A model by name: `own`, `own_same_expert`, one of `BLOCKS` or `FAMILIES`; with `lora`, wrapped by plain PEFT."""
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -78,6 +79,8 @@ def build(kind: str, *, lora: dict[str, Any] | None = None, **options: Any) -> n
         for block in model.blocks:
             block.moe.router.__class__ = SameExpertRouter
         return model
+    if kind in BLOCKS:
+        return ListModel(kind, **options)
     config = AutoConfig.for_model(
         kind,
         **{

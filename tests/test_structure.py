@@ -40,7 +40,9 @@ FLOORS = {
     "gradients": 1,
     "balance": 0,
     "data": 1,
+    "remember": 0,
     "rows": 0,
+    "trees": 0,
 }
 """A room may import from itself and from rooms of lower floors."""
 

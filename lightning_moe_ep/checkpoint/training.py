@@ -1,8 +1,8 @@
 """Training checkpoints: what a Trainer saves and resumes, at any layout.
 
 Two forms. A folder, written by all ranks through torch's distributed checkpoint (DCP), with Lightning's `meta.pt`
-beside it; or one file with whole `[E, ...]` tensors, in the form that Lightning writes for one device. Either is read
-at any layout. It is the one place that imports Lightning's private checkpoint functions.
+beside it; or one file with whole tensors, in the form that Lightning writes for the plain model on one device. Either
+is read at any layout. It is the one place that imports Lightning's private checkpoint functions.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_moe_ep.checkpoint.names import model_from_file, model_to_file, optimizer_from_file, optimizer_to_file
 from lightning_moe_ep.shards import cut, gather
 
 
@@ -129,7 +130,7 @@ def _load(
     if len(states) < len(optimizers):
         raise _no_optimizer_state(path)
     for optimizer, optimizer_state in zip(optimizers, states, strict=False):
-        _load_full_optimizer_state(optimizer, optimizer_state)
+        _load_full_optimizer_state(module, optimizer, optimizer_state)
     return checkpoint
 
 
@@ -141,19 +142,22 @@ def _no_optimizer_state(path: Path) -> KeyError:
 
 
 def full_model_state(module: nn.Module) -> dict[str, Any]:
-    """The whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this."""
-    return _gathered(module.state_dict())
+    """The plain model's whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this."""
+    state = _gathered(module.state_dict())
+    return model_to_file(module, state) if state else {}
 
 
-def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The whole optimizer state on the CPU of rank 0, `{}` on the others; every rank calls this.
 
-    It is what the optimizer of an unsharded model with the same parameters would save.
+    It is what the optimizer of the plain model would save.
     """
     saved = optimizer.state_dict()
     # Sorted, so that all ranks gather in one order.
     state = {key: _gathered(saved["state"][key]) for key in sorted(saved["state"])}
-    return {"state": state, "param_groups": saved["param_groups"]} if dist.get_rank() == 0 else {}
+    if dist.get_rank() != 0:
+        return {}
+    return optimizer_to_file(module, optimizer, {"state": state, "param_groups": saved["param_groups"]})
 
 
 def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,19 +167,15 @@ def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_full_model_state(module: nn.Module, full: Mapping[str, Any], *, strict: bool) -> None:
     targets = module.state_dict()
-    module.load_state_dict({key: _fit(value, targets.get(key)) for key, value in full.items()}, strict=strict)
+    state = model_from_file(module, full, strict=strict, fit=lambda name, value: _fit(targets.get(name), value))
+    module.load_state_dict(state, strict=strict)
 
 
-def _load_full_optimizer_state(optimizer: Optimizer, full: Mapping[str, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {key: _fit(value, parameters[number]) for key, value in of_parameter.items()}
-        for number, of_parameter in full["state"].items()
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+def _load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+    optimizer.load_state_dict(optimizer_from_file(module, optimizer, full, fit=_fit))
 
 
-def _fit(value: Any, target: Any) -> Any:
+def _fit(target: Any, value: Any) -> Any:
     """Cut a whole tensor as the target is; what has another shape (an optimizer's step count) stays as it is."""
     if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
         return cut(value, target)

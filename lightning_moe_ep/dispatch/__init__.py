@@ -14,7 +14,7 @@ from lightning_moe_ep.dispatch.base import (
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from lightning_moe_ep.dispatch.local import dispatch_here, run_experts
 from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
-from lightning_moe_ep.dispatch.remember import once, remember_routing
+from lightning_moe_ep.remember import once, remember_routing
 
 __all__ = [
     "AllGatherDispatcher",

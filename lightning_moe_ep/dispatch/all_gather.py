@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_moe_ep.dispatch.base import Dispatcher, Experts, register_dispatcher
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from lightning_moe_ep.dispatch.local import run_experts
-from lightning_moe_ep.dispatch.remember import once
+from lightning_moe_ep.remember import once
 from lightning_moe_ep.rows import RowGroups, group_rows
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_moe_ep.dispatch.base import Dispatcher, ExpertGroup, Experts, register_dispatcher
 from lightning_moe_ep.dispatch.collectives import Exchange, Splits, exchange_routing
 from lightning_moe_ep.dispatch.local import run_experts
-from lightning_moe_ep.dispatch.remember import once
+from lightning_moe_ep.remember import once
 from lightning_moe_ep.rows import RowGroups
 
 NEW_ROW = 1 << 14

@@ -1,6 +1,7 @@
 """What an experts module is: finding it, computing it, and a layer of our own."""
 
 from lightning_moe_ep.experts import families as families
+from lightning_moe_ep.experts import module_list as module_list
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,11 @@ class ExpertsAdapter(ABC):
     parameters: Sequence[str]
     """The names, within the module, of its parameters of shape `[E, ...]` (or `[E * n, ...]`, expert by expert)."""
 
-    computations: ClassVar[frozenset[str]] = frozenset({"auto", "loop"})
-    """Those of `Computation` that this kind knows."""
+    computations: frozenset[str] = frozenset({"auto", "loop"})
+    """Those of `Computation` that this kind, or this module, knows."""
+
+    equal_tokens: bool = True
+    """Whether ranks dispatch equally many tokens where the model's inputs have equally many."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -123,12 +126,24 @@ class ExpertsAdapter(ABC):
         raise NotImplementedError(f"{type(self).__name__} defines neither `expert` nor `compute`")
 
     def to_file(self, state: dict[str, Any]) -> dict[str, Any]:
-        """From the module's state dict in memory, with whole tensors, to the one that the plain model has."""
+        """From the module's state dict in memory, with whole tensors, to the one that the plain model has.
+
+        Optimizer state goes this way, too. So it may look at the first dimension of a tensor only: the others may be
+        less than the parameter's.
+        """
         return state
 
     def from_file(self, state: dict[str, Any]) -> dict[str, Any]:
         """The inverse of `to_file`."""
         return state
+
+    def one_expert(self) -> nn.Module | None:
+        """The module of one expert, if initial values are to be made expert by expert, as that module would.
+
+        It has the parameters of the experts module under the same names; while they are being made, without the expert
+        dimension. By default the experts module makes them itself, all experts at once.
+        """
+        return None
 
     @staticmethod
     def _of_experts(parameter: Tensor, groups: RowGroups) -> Tensor:

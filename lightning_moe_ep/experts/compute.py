@@ -174,13 +174,26 @@ def expert_counts(module: nn.Module) -> list[str]:
 def _use_grouped_mm(up: _Projection, down: _Projection, computation: Computation) -> bool:
     if computation in ("loop", "native"):  # native comes here when there are no rows
         return False
-    weight = up.weight
-    sizes = {"H": weight.shape[1], "I": down.weight.shape[1]}
+    return takes_grouped_mm(up.weight, {"H": up.weight.shape[1], "I": down.weight.shape[1]}, computation)
+
+
+def takes_grouped_mm(weight: Tensor, sizes: Mapping[str, int], computation: Computation) -> bool:
+    """Whether to compute with grouped_mm, where it is `auto` or asked for.
+
+    Args:
+        weight: one of the experts' weights.
+        sizes: of the matrices that are multiplied, by name.
+        computation: `auto` or `grouped_mm`.
+
+    Raises:
+        ValueError: grouped_mm was asked for with sizes that it does not take.
+    """
     misfits = [size for size in sizes.values() if size * weight.element_size() % ALIGNMENT]
     if misfits and computation == "grouped_mm":
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but H={sizes['H']}, I={sizes['I']} in"
-            f" {weight.dtype} do not; use computation='loop' or 'auto'"
+            f"grouped_mm takes sizes that fill multiples of {ALIGNMENT} bytes, but {shown} in {weight.dtype} do not;"
+            " use computation='loop' or 'auto'"
         )
     too_old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < GROUPED_MM_CAPABILITY
     return not misfits and not (too_old and computation == "auto")

@@ -6,12 +6,14 @@ registered is asked about every module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_moe_ep.experts.adapter import ExpertsAdapter, adapter_for
 from lightning_moe_ep.experts.lora import LoraExperts
+from lightning_moe_ep.experts.module_list import called_experts
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.experts.stacked import positional_arguments, stacked_parameters
 
@@ -60,14 +62,15 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
         if adapter is not None:
             _check_no_adapters_inside(name, adapter)
             found.append(ExpertsModule(name=name, adapter=adapter))
-        elif lacks := _what_it_lacks(module):
+        elif lacks := _what_it_lacks(module, around):
             near.append(f"{name} ({type(module).__name__}): {lacks}")
     if not found:
         came_near = "; ".join(near) if near else "no module owns stacked [E, ...] weights"
         raise NoExpertsError(
             "this model has no experts module; plain FSDP2 (ModelParallelStrategy) or DDP is what you want. An experts"
             " module owns weights gate_up_proj [E, 2I, H] and down_proj [E, H, I] and is called with (hidden,"
-            " top_k_index, top_k_weights); one of another kind can be described with register_experts. What came near:"
+            " top_k_index, top_k_weights), or is a ModuleList of equal MLPs with a router's weight [E, H] beside it;"
+            " one of another kind can be described with register_experts. What came near:"
             f" {came_near}"
         )
     return found
@@ -84,7 +87,9 @@ def _check_no_adapters_inside(name: str, adapter: ExpertsAdapter) -> None:
             )
 
 
-def _what_it_lacks(module: nn.Module) -> str | None:
+def _what_it_lacks(module: nn.Module, around: Sequence[nn.Module]) -> str | None:
+    if isinstance(module, nn.ModuleList) and len(module) > 1 and around and called_experts(module, around[0]):
+        return f"no router's weight [{len(module)}, H] is beside its {len(module)} members"
     stacked = stacked_parameters(module)
     if not stacked:
         return None

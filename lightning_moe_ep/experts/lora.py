@@ -49,7 +49,7 @@ class LoraExperts(ExpertsAdapter):
         """
         super().__init__(wrappers[0])
         self.base = base
-        self.computations = base.computations  # type: ignore[misc]  # those of this one, not of the class
+        self.computations = base.computations  # those of this one, not of the class
         self._wrappers = {"base_layer." * depth: wrapper for depth, wrapper in enumerate(wrappers)}
         self._transposed = getattr(base.module, "is_transposed", False)  # as PEFT saw it, before base.prepare()
         self._base_prefix = "base_layer." * len(wrappers)

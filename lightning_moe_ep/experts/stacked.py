@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def _is_called_as_experts(module: nn.Module) -> bool:
 class NativeExperts(ExpertsAdapter):
     """Stacked experts of any form; the module's own forward computes, on the experts of this rank."""
 
-    computations: ClassVar[frozenset[str]] = frozenset({"auto", "native"})
+    computations = frozenset({"auto", "native"})
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -85,7 +85,7 @@ class NativeExperts(ExpertsAdapter):
 class StackedExperts(NativeExperts):
     """Two-layer experts as transformers describes them; see `compute_experts`."""
 
-    computations: ClassVar[frozenset[str]] = frozenset({"auto", "grouped_mm", "loop", "native"})
+    computations = frozenset({"auto", "grouped_mm", "loop", "native"})
 
     @classmethod
     @override

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "even": {},
     "6 experts of odd width": {"num_experts": 6, "intermediate_size": 33},
     "1 expert a rank": {"num_experts": 2},
+    "a list of experts": {"kind": "own_list_mixtral", "num_experts": 6},
 }
 """What is saved and resumed at every layout."""
 
@@ -88,9 +89,8 @@ class Module(L.LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        self.model = build(
-            "own", lora=self.hparams.get("lora"), **{**MODELS, WITH_BIAS: {"choice_bias": True}}[self.hparams.model]
-        )
+        options = dict({**MODELS, WITH_BIAS: {"choice_bias": True}}[self.hparams.model])
+        self.model = build(options.pop("kind", "own"), lora=self.hparams.get("lora"), **options)
         freeze(self.model, self.hparams.get("frozen", NOTHING))
 
     def train_dataloader(self) -> Any:

@@ -93,11 +93,12 @@ def test_one_file_goes_on_in_plain_lightning(
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_plain_lightning_checkpoint_goes_on_here(
-    ranks: RankPool, straight: dict[str, Outcome], folder: Path, form: str
+    ranks: RankPool, straight: dict[str, Outcome], folder: Path, model: str, form: str
 ) -> None:
-    path = saved(ranks, folder, Run(None))
-    check_resumed(ranks, straight, Run(MIXED, form, resume=path, max_steps=2 * N))
+    path = saved(ranks, folder, Run(None, model=model))
+    check_resumed(ranks, straight, Run(MIXED, form, model, resume=path, max_steps=2 * N))
 
 
 @pytest.mark.parametrize("model", MODELS)

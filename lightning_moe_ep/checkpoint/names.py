@@ -1,0 +1,328 @@
+"""Between a file and memory, where experts are kept otherwise than in the plain model: a file has the plain names.
+
+Weights and the optimizer's state go both ways through the `to_file` and `from_file` of the experts' adapters. What
+comes in and goes out are whole tensors; only one experts module at a time is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moe_ep.experts import ExpertsAdapter, spread_experts
+
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+_Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""`to_file` or `from_file` of an adapter."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An experts module that the plain model has in other pieces, or by other names."""
+
+    prefix: str
+    """Before the names of its parameters."""
+
+    adapter: ExpertsAdapter
+
+    parameters: dict[str, nn.Parameter]
+    """In memory."""
+
+    file_shapes: dict[str, torch.Size]
+    """What the plain model has in their place, in its order."""
+
+
+def converted_modules(model: nn.Module) -> list[Converted]:
+    """Those of the experts modules of `model` whose adapter has a `to_file`."""
+    found = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module, spread in spread_experts(model):
+        if type(spread.adapter).to_file is ExpertsAdapter.to_file:
+            continue
+        parameters = dict(module.named_parameters())
+        first, parameter = next(iter(parameters.items()))
+        prefix = names[id(parameter)].removesuffix(first)
+        on_meta = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
+        shapes = {name: tensor.shape for name, tensor in spread.adapter.to_file(on_meta).items()}
+        found.append(Converted(prefix=prefix, adapter=spread.adapter, parameters=parameters, file_shapes=shapes))
+    return found
+
+
+# Weights.
+
+
+def model_to_file(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """From the state dict of `model`, with whole tensors, to that of the plain model, in its order."""
+    for experts in converted_modules(model):
+        keys = list(state)
+        mine = [key for key in keys if key.startswith(experts.prefix)]
+        start = keys.index(mine[0])
+        converted = experts.adapter.to_file({key.removeprefix(experts.prefix): state[key] for key in mine})
+        state = {
+            **{key: state[key] for key in keys[:start]},
+            **{f"{experts.prefix}{name}": value for name, value in converted.items()},
+            **{key: state[key] for key in keys[start + len(mine) :]},
+        }
+    return state
+
+
+def model_from_file(
+    model: nn.Module, full: Mapping[str, Any], *, strict: bool, fit: Callable[[str, Any], Any]
+) -> dict[str, Any]:
+    """From the state dict of the plain model to one that `model` loads.
+
+    Args:
+        model: has its experts spread.
+        full: the plain model's.
+        strict: whether the names must match exactly.
+        fit: from a name in memory and a whole value to what this rank keeps of it; called as soon as it is made.
+
+    Raises:
+        RuntimeError: names or shapes do not match, by the plain model's names; or, also if not `strict`, a file has
+            some of the pieces of an experts module only.
+    """
+    converted = converted_modules(model)
+    _check_names(model, converted, full, strict=strict)
+    rest = dict(full)
+    state = {}
+    for experts in converted:
+        mine = {name: rest.pop(f"{experts.prefix}{name}", None) for name in experts.file_shapes}
+        if None not in mine.values():
+            for name, value in experts.adapter.from_file(mine).items():
+                state[f"{experts.prefix}{name}"] = fit(f"{experts.prefix}{name}", value)
+    return {**state, **{key: fit(key, value) for key, value in rest.items()}}
+
+
+def _check_names(model: nn.Module, converted: Sequence[Converted], full: Mapping[str, Any], *, strict: bool) -> None:
+    """What `load_state_dict` checks, in its words, for the names that the file has."""
+    if not converted:
+        return
+    errors = []
+    names = [key for key in model.state_dict() if not key.startswith(tuple(experts.prefix for experts in converted))]
+    for experts in converted:
+        shapes = {f"{experts.prefix}{name}": shape for name, shape in experts.file_shapes.items()}
+        names += shapes
+        found = [name for name in shapes if name in full]
+        if found and len(found) < len(shapes) and not strict:
+            errors.append(
+                f"{experts.prefix[:-1]} takes all or none of its {len(shapes)} tensors, as it is stacked, but the"
+                f" checkpoint has {len(found)} of them: {next(name for name in shapes if name not in full)} is missing."
+            )
+        errors += [
+            f"size mismatch for {name}: copying a param with shape {full[name].shape} from checkpoint, the shape in"
+            f" current model is {shapes[name]}."
+            for name in found
+            if full[name].shape != shapes[name]
+        ]
+    if strict:
+        expected = set(names)
+        for kind, keys in (
+            ("Missing", [name for name in names if name not in full]),
+            ("Unexpected", [key for key in full if key not in expected]),
+        ):
+            if keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                errors.append(f"{kind} key(s) in state_dict: {quoted}.")
+    if errors:
+        raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
+
+
+# Optimizer state.
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in an optimizer's list of parameters: a parameter, or all those of a converted module in one group."""
+
+    experts: Converted | None
+
+    numbers: dict[str, int]
+    """In memory: what is there, by its name within the module, and how the optimizer numbers it."""
+
+    file_names: list[str]
+    """In a file: what is there, in order."""
+
+
+def optimizer_to_file(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """From the state dict of `optimizer`, with whole tensors, to that of an optimizer of the plain model.
+
+    Raises:
+        NotImplementedError: the optimizer keeps something that cannot be divided among experts.
+    """
+    state: dict[int, State] = {}
+    groups = []
+    before, number = 0, 0
+    for of_group, group in zip(_places(model, optimizer), saved["param_groups"], strict=True):
+        first, names = number, []
+        for place in of_group:
+            states = {name: saved["state"].get(n, {}) for name, n in place.numbers.items()}
+            if place.experts is not None:
+                shapes = {name: parameter.shape for name, parameter in place.experts.parameters.items()}
+                states = _convert(states, shapes, place.experts.adapter.to_file)
+            state.update({number + n: states[key] for n, key in enumerate(place.file_names) if states.get(key)})
+            if "param_names" in group:
+                inner, n = next(iter(place.numbers.items()))
+                known = group["param_names"][n - before]
+                prefix = known.removesuffix(inner)
+                names += [known] if place.experts is None else [f"{prefix}{name}" for name in place.file_names]
+            number += len(place.file_names)
+        before += len(group["params"])
+        groups.append({**group, "params": list(range(first, number)), **({"param_names": names} if names else {})})
+    return {"state": state, "param_groups": groups}
+
+
+def optimizer_from_file(
+    model: nn.Module, optimizer: Optimizer, full: Mapping[str, Any], *, fit: Callable[[nn.Parameter, Any], Any]
+) -> dict[str, Any]:
+    """From the state dict of an optimizer of the plain model to one that `optimizer` loads.
+
+    Adam's step count is one for all experts here: the largest of theirs.
+
+    Args:
+        model: has its experts spread.
+        optimizer: of the model.
+        full: the plain model's.
+        fit: from a parameter in memory and a whole tensor to what this rank keeps of it; called as soon as it is made.
+
+    Raises:
+        ValueError: a group has another number of parameters than the optimizer's.
+        NotImplementedError: the optimizer keeps something that cannot be divided among experts.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = _places(model, optimizer)
+    if len(places) == len(full["param_groups"]):  # else the optimizer says so
+        for g, (of_group, group) in enumerate(zip(places, full["param_groups"], strict=True)):
+            count = sum(len(place.file_names) for place in of_group)
+            if count != len(group["params"]):
+                raise ValueError(
+                    f"group {g} of the {type(optimizer).__name__} in the checkpoint has {len(group['params'])}"
+                    f" parameters, that of the model {count}; group them as they were grouped then"
+                    + (" (by ndim? stacked experts have one more)" if any(place.experts for place in of_group) else "")
+                )
+    state: dict[int, State] = {}
+    groups = []
+    for of_group, group, ours in zip(places, full["param_groups"], optimizer.param_groups, strict=False):
+        numbers = iter(group["params"])
+        for place in of_group:
+            states = {name: full["state"].get(next(numbers), {}) for name in place.file_names}
+            keep = {name: partial(fit, parameters[n]) for name, n in place.numbers.items()}
+            if place.experts is None:
+                states = {name: {k: keep[name](v) for k, v in of_one.items()} for name, of_one in states.items()}
+            else:
+                states = _convert(states, place.experts.file_shapes, place.experts.adapter.from_file, keep)
+            state.update({n: states[name] for name, n in place.numbers.items() if states.get(name)})
+        own = {"params": [n for place in of_group for n in place.numbers.values()]}
+        groups.append({**group, **own, **{key: ours[key] for key in ("param_names",) if key in ours}})
+    return {"state": state, "param_groups": groups}
+
+
+def _places(model: nn.Module, optimizer: Optimizer) -> list[list[Place]]:
+    """The places of each group; the optimizer of a plain model lists the pieces of a module together, in order."""
+    owners = {id(p): (experts, name) for experts in converted_modules(model) for name, p in experts.parameters.items()}
+    number = 0
+    groups = []
+    for group in optimizer.param_groups:
+        of_group: list[Place] = []
+        of_experts: dict[str, Place] = {}
+        for parameter in group["params"]:
+            experts, name = owners.get(id(parameter), (None, "parameter"))
+            if experts is None:
+                of_group.append(Place(None, {name: number}, [name]))
+            elif experts.prefix in of_experts:
+                of_experts[experts.prefix].numbers[name] = number
+            else:
+                of_group.append(of_experts.setdefault(experts.prefix, Place(experts, {name: number}, [])))
+            number += 1
+        for place in of_experts.values():
+            place.file_names.extend(_pieces(place))
+        groups.append(of_group)
+    return groups
+
+
+def _pieces(place: Place) -> list[str]:
+    """What the plain model has of the parameters that are at a place."""
+    assert place.experts is not None
+    shapes = {name: parameter.shape for name, parameter in place.experts.parameters.items()}
+    return _reached(place.numbers, shapes, place.experts.adapter.to_file)
+
+
+def _reached(names: Container[str], shapes: Mapping[str, torch.Size], convert: _Convert) -> list[str]:
+    """What is made of the parameters `names`, among all those of a module."""
+    marks = convert({name: torch.full(_thin(shape), name in names) for name, shape in shapes.items()})
+    return [name for name, mark in marks.items() if mark.any()]
+
+
+def _convert(
+    states: Mapping[str, State],
+    shapes: Mapping[str, torch.Size],
+    convert: _Convert,
+    keep: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> dict[str, State]:
+    """What an optimizer keeps, taken the way of the parameters.
+
+    Args:
+        states: by parameter; empty for one that was never stepped.
+        shapes: of all parameters of the module.
+        convert: the parameters' way.
+        keep: what becomes of a result, by the name of its parameter, as soon as it is made.
+
+    Returns:
+        By parameter, for each of which something was kept.
+    """
+    reached = _reached([name for name, state in states.items() if state], shapes, convert)
+    result: dict[str, State] = {name: {} for name in reached}
+    for key in dict.fromkeys(key for state in states.values() for key in state):
+        values = {name: state[key] for name, state in states.items() if key in state}
+        example = next(iter(values.values()))
+        if _is_whole(key, values, shapes):
+            # What was never stepped has zeros. What is not asked for is thin: it takes part for the form only.
+            sources = {
+                name: values[name]
+                if name in values
+                else torch.zeros((), dtype=example.dtype).expand(shape if name in states else _thin(shape))
+                for name, shape in shapes.items()
+            }
+            made = convert(sources)
+            for name in reached:
+                result[name][key] = made[name] if keep is None else keep[name](made[name])
+        else:
+            numbers = {name: float(values.get(name, 0)) for name in shapes}
+            made = convert(
+                {n: torch.full(_thin(shape), numbers[n], dtype=torch.float64) for n, shape in shapes.items()}
+            )
+            for name in reached:
+                largest = made[name].max()
+                one = torch.full_like(example, float(largest)) if isinstance(example, Tensor) else float(largest)
+                result[name][key] = one if isinstance(example, Tensor) else type(example)(one)
+    return result
+
+
+def _is_whole(key: str, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether the optimizer keeps a tensor of the parameter's shape, rather than a number.
+
+    Raises:
+        NotImplementedError: it keeps neither.
+    """
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if key != "step" and tensors and all(value.shape == shapes[name] for name, value in tensors.items()):
+        return True
+    for name, value in tensors.items():
+        if value.numel() != 1:
+            raise NotImplementedError(
+                f"the optimizer keeps a {key} of shape {list(value.shape)} for a parameter of shape"
+                f" {list(shapes[name])}, which cannot be divided among experts; save a folder"
+                " (save_distributed_checkpoint=True) instead of one file"
+            )
+    return False
+
+
+def _thin(shape: torch.Size) -> tuple[int, ...]:
+    return (*shape[:1], *(1 for _ in shape[1:]))
