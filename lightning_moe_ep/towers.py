@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moe_ep.experts import with_zero_gradients
+from lightning_moe_ep.experts import spread_experts, with_zero_gradients
 from lightning_moe_ep.trees import map_tensors
 
 
@@ -28,7 +28,9 @@ def complete_gradients(root: nn.Module, blocks: Sequence[nn.Module], host_group:
         blocks: those of its modules that FSDP2 shards by themselves, which every forward calls.
         host_group: all ranks, for host values.
     """
-    inside = {module for block in blocks for module in block.modules()}
+    # An experts module's parameters always have gradients, whether its experts had tokens or not.
+    always = [*blocks, *(experts for experts, _ in spread_experts(root))]
+    inside = {module for each in always for module in each.modules()}
     parts = [module for module in root.modules() if module not in inside]
     has_tower = any(
         isinstance(part, nn.ModuleList) and any(module not in inside for module in part.children())
