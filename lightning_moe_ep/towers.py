@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moe_ep.experts import with_zero_gradients
+from lightning_moe_ep.experts import spread_experts, with_zero_gradients
 from lightning_moe_ep.rows import is_recomputation
 from lightning_moe_ep.trees import map_tensors
 
@@ -57,7 +57,10 @@ def _complete_gradients(
     Costs a small exchange over the host in each such forward, and nothing for a model without towers: without layers
     in a list beside those that hold experts.
     """
-    inside = {module for sequence in sequences for block in sequence for module in block.modules()}
+    # An experts module's parameters always have gradients, whether its experts had tokens or not.
+    always = [block for sequence in sequences for block in sequence]
+    always += [experts for experts, _ in spread_experts(root)]
+    inside = {module for each in always for module in each.modules()}
     parts = [module for module in root.modules() if module not in inside]
     has_tower = any(
         isinstance(part, nn.ModuleList) and any(module not in inside for module in part.children())

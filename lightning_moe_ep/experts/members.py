@@ -96,6 +96,8 @@ class Member:
     forward = __call__
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_members", "_number"):  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._members.member, name)
 
 

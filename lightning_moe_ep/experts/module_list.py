@@ -100,7 +100,7 @@ class ModuleListExperts(ExpertsAdapter):
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:
         # The weights are ones: the block multiplies by its own.
-        if len(rows) and self._use_grouped_mm(computation):
+        if self._use_grouped_mm(computation) and len(rows):
             outputs, ties = self._compute_grouped(rows, groups)
         else:
             parameters, ties = self._unbound()

@@ -137,3 +137,14 @@ def test_initial_weights_from_the_meta_device(ranks: RankPool, kind: str, world:
         elif kind == DEEPSEEK:
             bounds = [float(plain[f"blocks.0.moe.experts.0.w1.{name}"].abs().max()) for name in ("weight", "bias")]
             assert all(0.1 < bound <= 0.125 for bound in bounds)  # 1 / sqrt(64)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16(ranks: RankPool, precision: str) -> None:
+    case = Case(kind=DEEPSEEK, precision=precision, world=4, ep=1, model={"bias": True})
+    right, ours = (
+        ranks.run(train, dataclasses.replace(case, ep=ep), world=case.world)[0][1].gradients[0] for ep in (1, 2)
+    )
+    for name in right:
+        difference = (ours[name].float() - right[name].float()).norm() / right[name].float().norm()
+        assert float(difference) < 0.02, f"{name}: {float(difference):.3f}"

@@ -131,6 +131,40 @@ def test_inputs_without_gradients(ranks: RankPool) -> None:
         assert no_gradient and not trained
 
 
+class Towered(nn.Module):
+    """A single block, in no list, beside a list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN)])
+        self.moe = HitBlock(8, 2, 16, False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.moe(self.tower[0](hidden))
+
+
+def _towered() -> tuple[float, str]:
+    torch.manual_seed(18)
+    plain = Towered()
+    ours = _parallel(copy.deepcopy(plain))
+    batches = [torch.randn(0, HIDDEN), torch.randn(1, HIDDEN)]
+    for _ in range(2):  # in the first an expert is tried out
+        ours.zero_grad()
+        ours(batches[dist.get_rank()]).pow(2).sum().backward()
+    plain(batches[1]).pow(2).sum().backward()
+    called = [number for number, expert in enumerate(plain.moe.experts) if expert.w1.weight.grad is not None]
+    assert called == [0, 3], "not the experts of one rank"
+    tower = whole({"tower": ours.tower[0].weight.grad * WORLD})
+    mine, right = _gradients(ours.moe.experts, plain.moe.experts)
+    return worst({**mine, **tower}, {**right, "tower": plain.tower[0].weight.grad})
+
+
+def test_a_block_outside_of_the_layers(ranks: RankPool) -> None:
+    """Also where a rank's experts are not called at all."""
+    for error, name in ranks.run(_towered, world=WORLD):
+        assert error < 1e-5, f"{name} is off by {error:.1e}"
+
+
 class OneByOne(MixtralBlock):
     """Calls an expert for each token and choice, with `[H]`."""
 
