@@ -119,6 +119,7 @@ class TwoPasses:
         calls, inputs, result = self._rehearse(tied_args, tied_kwargs, self._zeros)
         if self._others:  # whose collectives in the first pass have a backward, too: the same on every rank
             ties += tensors_of(result)
+        del result
         if once(lambda: calls) != calls:
             raise RuntimeError(
                 f"{self._name()} were called with other rows when activation checkpointing recomputed the forward than"
@@ -128,6 +129,7 @@ class TwoPasses:
         # On every rank, whether it calls an expert or not, backward goes from the result by way of the experts to the
         # block's inputs: the same collectives in the same order, before what FSDP2 does once it is through the block.
         rows = with_zero_gradients(_joined(inputs, none), ties)
+        del inputs  # copied
         outputs, tie = with_tie(self._send(rows, calls, sizes))
         answers = iter(zip(calls, outputs.split(sizes) if sizes else (), strict=True))
 
