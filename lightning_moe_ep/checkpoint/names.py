@@ -6,7 +6,7 @@ comes in and goes out are whole tensors; only one experts module at a time is he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,6 @@ from lightning_moe_ep.experts import ExpertsAdapter, spread_experts
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
-
-_Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""`to_file` or `from_file` of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,19 @@ class Converted:
     file_shapes: dict[str, torch.Size]
     """What the plain model has in their place, in its order."""
 
+    made_of: dict[str, list[str]]
+    """Which of the parameters each of these is made of."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @property
+    def goes_into(self) -> dict[str, list[str]]:
+        """The inverse of `made_of`."""
+        return {name: [piece for piece, of in self.made_of.items() if name in of] for name in self.parameters}
+
 
 def converted_modules(model: nn.Module) -> list[Converted]:
     """Those of the experts modules of `model` whose adapter has a `to_file`."""
@@ -50,10 +60,26 @@ def converted_modules(model: nn.Module) -> list[Converted]:
         parameters = dict(module.named_parameters())
         first, parameter = next(iter(parameters.items()))
         prefix = names[id(parameter)].removesuffix(first)
-        on_meta = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
-        shapes = {name: tensor.shape for name, tensor in spread.adapter.to_file(on_meta).items()}
-        found.append(Converted(prefix=prefix, adapter=spread.adapter, parameters=parameters, file_shapes=shapes))
+        shapes, made_of = _pieces(spread.adapter, parameters)
+        found.append(Converted(prefix, spread.adapter, parameters, shapes, made_of))
     return found
+
+
+def _pieces(
+    adapter: ExpertsAdapter, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, torch.Size], dict[str, list[str]]]:
+    """What `to_file` makes of the parameters: the shape of each piece, and the parameters that are in it.
+
+    It runs on the meta device, and autograd tells what a piece was made of.
+    """
+    sources = {name: torch.empty(p.shape, device="meta", requires_grad=True) for name, p in parameters.items()}
+    with torch.enable_grad():
+        pieces = adapter.to_file(dict(sources))
+        made_of = {}
+        for name, piece in pieces.items():
+            grads = torch.autograd.grad(piece.sum(), list(sources.values()), retain_graph=True, allow_unused=True)
+            made_of[name] = [source for source, grad in zip(sources, grads, strict=True) if grad is not None]
+    return {name: piece.shape for name, piece in pieces.items()}, made_of
 
 
 # Weights.
@@ -165,8 +191,8 @@ def optimizer_to_file(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
         for place in of_group:
             states = {name: saved["state"].get(n, {}) for name, n in place.numbers.items()}
             if place.experts is not None:
-                shapes = {name: parameter.shape for name, parameter in place.experts.parameters.items()}
-                states = _convert(states, shapes, place.experts.adapter.to_file)
+                experts = place.experts
+                states = _convert(states, experts.shapes, experts.made_of, experts.adapter.to_file)
             state.update({number + n: states[key] for n, key in enumerate(place.file_names) if states.get(key)})
             if "param_names" in group:
                 inner, n = next(iter(place.numbers.items()))
@@ -217,7 +243,8 @@ def optimizer_from_file(
             if place.experts is None:
                 states = {name: {k: keep[name](v) for k, v in of_one.items()} for name, of_one in states.items()}
             else:
-                states = _convert(states, place.experts.file_shapes, place.experts.adapter.from_file, keep)
+                goes_into = {name: pieces for name, pieces in place.experts.goes_into.items() if name in keep}
+                states = _convert(states, place.experts.file_shapes, goes_into, place.experts.adapter.from_file, keep)
             state.update({n: states[name] for name, n in place.numbers.items() if states.get(name)})
         own = {"params": [n for place in of_group for n in place.numbers.values()]}
         groups.append({**group, **own, **{key: ours[key] for key in ("param_names",) if key in ours}})
@@ -242,28 +269,18 @@ def _places(model: nn.Module, optimizer: Optimizer) -> list[list[Place]]:
                 of_group.append(of_experts.setdefault(experts.prefix, Place(experts, {name: number}, [])))
             number += 1
         for place in of_experts.values():
-            place.file_names.extend(_pieces(place))
+            assert place.experts is not None
+            made_of = place.experts.made_of
+            place.file_names.extend(name for name in made_of if any(n in place.numbers for n in made_of[name]))
         groups.append(of_group)
     return groups
-
-
-def _pieces(place: Place) -> list[str]:
-    """What the plain model has of the parameters that are at a place."""
-    assert place.experts is not None
-    shapes = {name: parameter.shape for name, parameter in place.experts.parameters.items()}
-    return _reached(place.numbers, shapes, place.experts.adapter.to_file)
-
-
-def _reached(names: Container[str], shapes: Mapping[str, torch.Size], convert: _Convert) -> list[str]:
-    """What is made of the parameters `names`, among all those of a module."""
-    marks = convert({name: torch.full(_thin(shape), name in names) for name, shape in shapes.items()})
-    return [name for name, mark in marks.items() if mark.any()]
 
 
 def _convert(
     states: Mapping[str, State],
     shapes: Mapping[str, torch.Size],
-    convert: _Convert,
+    made_of: Mapping[str, Sequence[str]],
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     keep: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> dict[str, State]:
     """What an optimizer keeps, taken the way of the parameters.
@@ -271,37 +288,33 @@ def _convert(
     Args:
         states: by parameter; empty for one that was never stepped.
         shapes: of all parameters of the module.
+        made_of: which of them each result is made of.
         convert: the parameters' way.
         keep: what becomes of a result, by the name of its parameter, as soon as it is made.
 
     Returns:
         By parameter, for each of which something was kept.
     """
-    reached = _reached([name for name, state in states.items() if state], shapes, convert)
+    reached = [name for name, sources in made_of.items() if any(states.get(source) for source in sources)]
+    needed = {source for name in reached for source in made_of[name]}
     result: dict[str, State] = {name: {} for name in reached}
     for key in dict.fromkeys(key for state in states.values() for key in state):
         values = {name: state[key] for name, state in states.items() if key in state}
         example = next(iter(values.values()))
         if _is_whole(key, values, shapes):
-            # What was never stepped has zeros. What is not asked for is thin: it takes part for the form only.
-            sources = {
-                name: values[name]
-                if name in values
-                else torch.zeros((), dtype=example.dtype).expand(shape if name in states else _thin(shape))
-                for name, shape in shapes.items()
+            # What was never stepped has zeros; what is not needed takes part for the form only.
+            absent = {
+                name: torch.zeros((), dtype=example.dtype, device=None if name in needed else "meta") for name in shapes
             }
-            made = convert(sources)
+            made = convert({name: values.get(name, absent[name].expand(shape)) for name, shape in shapes.items()})
             for name in reached:
                 result[name][key] = made[name] if keep is None else keep[name](made[name])
         else:
-            numbers = {name: float(values.get(name, 0)) for name in shapes}
-            made = convert(
-                {n: torch.full(_thin(shape), numbers[n], dtype=torch.float64) for n, shape in shapes.items()}
-            )
             for name in reached:
-                largest = made[name].max()
-                one = torch.full_like(example, float(largest)) if isinstance(example, Tensor) else float(largest)
-                result[name][key] = one if isinstance(example, Tensor) else type(example)(one)
+                largest = max(float(values[source]) for source in made_of[name] if source in values)
+                result[name][key] = (
+                    torch.full_like(example, largest) if isinstance(example, Tensor) else type(example)(largest)
+                )
     return result
 
 
@@ -322,7 +335,3 @@ def _is_whole(key: str, values: Mapping[str, Any], shapes: Mapping[str, torch.Si
                 " (save_distributed_checkpoint=True) instead of one file"
             )
     return False
-
-
-def _thin(shape: torch.Size) -> tuple[int, ...]:
-    return (*shape[:1], *(1 for _ in shape[1:]))

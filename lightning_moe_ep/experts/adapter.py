@@ -128,8 +128,8 @@ class ExpertsAdapter(ABC):
     def to_file(self, state: dict[str, Any]) -> dict[str, Any]:
         """From the module's state dict in memory, with whole tensors, to the one that the plain model has.
 
-        Optimizer state goes this way, too. So it may look at the first dimension of a tensor only: the others may be
-        less than the parameter's.
+        Optimizer state goes this way, too. It may run on the meta device, and has to be differentiable: autograd tells
+        which parameters a tensor of the plain model comes from.
         """
         return state
 
