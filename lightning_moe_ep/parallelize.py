@@ -232,6 +232,8 @@ def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> list[list
         path = found.name.split(".")
         ancestors = [".".join(path[:length]) for length in range(len(path) - 1, -1, -1)]
         around = [(name, model.get_submodule(name)) for name in ancestors]
+        if found.adapter.block is not None:
+            around = around[[module for _, module in around].index(found.adapter.block) :]
         lists = [(name, m) for name, m in around if isinstance(m, nn.ModuleList)]
         others = [(name, m) for name, m in around if isinstance(m, _CONTAINERS)]
         containers.update((lists or others)[:1])

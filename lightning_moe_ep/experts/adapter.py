@@ -55,6 +55,9 @@ class ExpertsAdapter(ABC):
     equal_tokens: bool = True
     """Whether ranks dispatch equally many tokens where the model's inputs have equally many."""
 
+    block: nn.Module | None = None
+    """The module around that calls the experts, where its forward is what `install` replaces: it stays in one piece."""
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 

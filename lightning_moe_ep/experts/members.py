@@ -25,24 +25,37 @@ Answer = Callable[..., Any]
 class StackedMembers(nn.Module):
     """The members of a ModuleList as one module; `model.experts[3](rows)` goes on working in the code around."""
 
-    def __init__(self, member: nn.Module, num_members: int, *, adapter: ExpertsAdapter) -> None:
+    def __init__(
+        self, member: nn.Module, num_members: int, *, widths: tuple[int, int], adapter: ExpertsAdapter
+    ) -> None:
         """
         Args:
             member: the tree of one member, with parameters `[num_members, ...]`.
             num_members: E.
+            widths: of what a member takes and gives.
             adapter: what serves it.
         """
         super().__init__()
         # The same dictionaries, so that what becomes of a parameter here is seen there.
         self._parameters, self._buffers, self._modules = member._parameters, member._buffers, member._modules
         self.__dict__["_member"] = member  # not a child: the children of both are the same
-        self._num_members, self._adapter = num_members, adapter
+        self._num_members, self._widths, self._adapter = num_members, widths, adapter
         self._answer: Answer | None = None
 
     @property
     def member(self) -> nn.Module:
         """The tree of one member."""
         return self.__dict__["_member"]
+
+    @property
+    def width_in(self) -> int:
+        """Of what a member takes."""
+        return self._widths[0]
+
+    @property
+    def width_out(self) -> int:
+        """Of what a member gives."""
+        return self._widths[1]
 
     @property
     def adapter(self) -> ExpertsAdapter:

@@ -30,6 +30,7 @@ class ModuleListExperts(ExpertsAdapter):
     Where all experts are on one rank, each call computes by itself, as in the plain model, whatever the `computation`.
     """
 
+    block: nn.Module
     equal_tokens = False  # how many rows a rank sends is up to the block
 
     def __init__(self, module: nn.ModuleList, around: Sequence[nn.Module], widths: tuple[int, int]) -> None:
@@ -37,8 +38,8 @@ class ModuleListExperts(ExpertsAdapter):
         self.parameters = [name for name, _ in module[0].named_parameters()]
         self._around, self._widths = around, widths
         self._num_experts = len(module)
-        self._block = next(outer for outer in around if not isinstance(outer, nn.ModuleList | nn.ModuleDict))
-        self._block_class = type(self._block).__name__  # FSDP2 renames it
+        self.block = next(outer for outer in around if not isinstance(outer, nn.ModuleList | nn.ModuleDict))
+        self._block_class = type(self.block).__name__  # FSDP2 renames it
         self._grouped = runs_grouped(module[0], widths[0])
         self.computations = frozenset({"auto", "loop", *(["grouped_mm"] if self._grouped else [])})
 
@@ -80,7 +81,7 @@ class ModuleListExperts(ExpertsAdapter):
                 member.get_submodule(owner)._parameters[key] = None
             first.get_submodule(owner)._parameters[key] = stacked
             del parts
-        experts = StackedMembers(first, len(members), adapter=self)
+        experts = StackedMembers(first, len(members), widths=self._widths, adapter=self)
         for key, child in self._around[0]._modules.items():
             if child is self.module:
                 self._around[0]._modules[key] = experts
@@ -91,11 +92,9 @@ class ModuleListExperts(ExpertsAdapter):
         experts = self.module
         assert isinstance(experts, StackedMembers)
         if alone:
-            self._block.forward = OnePass(self._block, experts, self._unbound)
+            self.block.forward = OnePass(self.block, experts, self._unbound)
         else:
-            self._block.forward = TwoPasses(
-                self._block, experts, self._unbound, dispatch, widths=self._widths, name=self._description
-            )
+            self.block.forward = TwoPasses(self.block, experts, self._unbound, dispatch, name=self._description)
 
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:

@@ -7,9 +7,10 @@ Where all experts are on this rank one pass is enough, and nothing is assumed of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import cached_property, partial, update_wrapper
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lightning_moe_ep.experts.adapter import Dispatch
 from lightning_moe_ep.experts.isolation import random_numbers_from, random_state, without_effects
 from lightning_moe_ep.experts.members import StackedMembers, with_tie
+from lightning_moe_ep.experts.spread import spread_experts
 from lightning_moe_ep.experts.stacked import with_zero_gradients
 from lightning_moe_ep.remember import once
 from lightning_moe_ep.trees import map_tensors, tensors_of
@@ -49,7 +51,7 @@ class OnePass:
         with self._experts.answering(answer):
             result = self._forward(*args, **kwargs)
         if not rows:
-            ties += [*tensors_of((args, kwargs)), *_beside(self._block, self._experts)]
+            ties += [*tensors_of((args, kwargs)), *_beside(self._block)]
         return _tied(result, ties)
 
     def _run(self, parameters: Mapping[str, tuple[Tensor, ...]], number: int, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +93,6 @@ class TwoPasses:
         parameters: Parameters,
         dispatch: Dispatch,
         *,
-        widths: tuple[int, int],
         name: Callable[[], str],
     ) -> None:
         """
@@ -100,12 +101,10 @@ class TwoPasses:
             experts: in the list's place.
             parameters: this rank's.
             dispatch: reaches all experts.
-            widths: of what an expert takes and gives.
             name: says which experts these are, in messages.
         """
         self._block, self._forward = block, block.forward
         self._experts, self._parameters, self._dispatch = experts, parameters, dispatch
-        self._width_in, self._width_out = widths
         self._name = name
         self._checked: set[bool] = set()
         """Whether what it assumes was tried out, in training (True) and in evaluation."""
@@ -117,7 +116,9 @@ class TwoPasses:
         if self._block.training not in self._checked:
             self._try_out(args, kwargs, random)
         (tied_args, tied_kwargs), ties = _with_ties((args, kwargs))
-        calls, inputs = self._rehearse(tied_args, tied_kwargs, self._zeros)
+        calls, inputs, result = self._rehearse(tied_args, tied_kwargs, self._zeros)
+        if self._others:  # whose collectives in the first pass have a backward, too: the same on every rank
+            ties += tensors_of(result)
         if once(lambda: calls) != calls:
             raise RuntimeError(
                 f"{self._name()} were called with other rows when activation checkpointing recomputed the forward than"
@@ -136,13 +137,13 @@ class TwoPasses:
             if call is None or output is None or call != Call(number, tuple(rows.shape)):
                 raise self._unlike(call)
             # A copy: what is one of several views must not be changed in place, as an expert's output may be.
-            return output.view(*rows.shape[:-1], self._width_out).to(rows.dtype, copy=True)
+            return output.view(*rows.shape[:-1], self._experts.width_out).to(rows.dtype, copy=True)
 
         with random_numbers_from(random, none.device), self._experts.answering(answer):
             result = self._forward(*args, **kwargs)
         if (call := next(answers, (None, None))[0]) is not None:
             raise self._unlike(call)
-        return _tied(result, [tie] if len(rows) else [tie, *_beside(self._block, self._experts)])
+        return _tied(result, [tie] if len(rows) else [tie, *_beside(self._block)])
 
     def _send(self, rows: Tensor, calls: list[Call], sizes: list[int]) -> Tensor:
         """The outputs for all rows, by way of their experts."""
@@ -153,8 +154,15 @@ class TwoPasses:
         index = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
         return self._dispatch(rows, index, rows.new_ones(len(rows), 1, requires_grad=False))
 
-    def _rehearse(self, args: Any, kwargs: Any, answer: Callable[[Tensor], Tensor]) -> tuple[list[Call], list[Tensor]]:
-        """Run the forward without effects: which experts it calls, and with what."""
+    @cached_property
+    def _others(self) -> list[nn.Module]:
+        """Other experts modules in the block."""
+        return [experts for experts, _ in spread_experts(self._block) if experts is not self._experts]
+
+    def _rehearse(
+        self, args: Any, kwargs: Any, answer: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Call], list[Tensor], Any]:
+        """Run the forward without effects: which experts it calls, with what, and what it gives."""
         calls: list[Call] = []
         inputs: list[Tensor] = []
 
@@ -168,24 +176,24 @@ class TwoPasses:
         # Copies: a forward may change in place what it is given.
         args, kwargs = map_tensors(torch.clone, (args, kwargs))
         with without_effects(self._block, self._experts), self._experts.answering(record):
-            self._forward(*args, **kwargs)
-        return calls, inputs
+            result = self._forward(*args, **kwargs)
+        return calls, inputs, result
 
     def _no_rows(self) -> Tensor:
         """`[0, H]` in the experts' dtype."""
         like = next(self._experts.parameters())
-        return torch.empty(0, self._width_in, dtype=like.dtype, device=like.device)
+        return torch.empty(0, self._experts.width_in, dtype=like.dtype, device=like.device)
 
     def _zeros(self, rows: Tensor) -> Tensor:
-        return rows.new_zeros((*rows.shape[:-1], self._width_out))
+        return rows.new_zeros((*rows.shape[:-1], self._experts.width_out))
 
     def _rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].shape[-1:] != (self._width_in,):
+        given, width = [*args, *kwargs.values()], self._experts.width_in
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].shape[-1:] != (width,):
             shown = ", ".join(f"{list(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for v in given)
             raise TypeError(
-                f"{self._name()} were called with ({shown}), but on other ranks they take rows [..., {self._width_in}]"
-                " and nothing else; apply anything more (routing weights, say) to their outputs, or use ep=1"
+                f"{self._name()} were called with ({shown}), but on other ranks they take rows [..., {width}] and"
+                " nothing else; apply anything more (routing weights, say) to their outputs, or use ep=1"
             )
         return given[0]
 
@@ -208,10 +216,10 @@ class TwoPasses:
         fault, failure = 0, None
         calls: list[Call] = []
         try:
-            with random_numbers_from(random, device):
-                calls, inputs = self._rehearse(args, kwargs, self._zeros)
-            with random_numbers_from(random, device):
-                other_calls, other_inputs = self._rehearse(args, kwargs, self._noise(device))
+            with self._others_answer_zeros(), random_numbers_from(random, device):
+                calls, inputs, _ = self._rehearse(args, kwargs, self._zeros)
+            with self._others_answer_zeros(), random_numbers_from(random, device):
+                other_calls, other_inputs, _ = self._rehearse(args, kwargs, self._noise(device))
             if calls != other_calls or not all(map(_close, inputs, other_inputs)):
                 fault = 1
             elif not self._computes_each_row(inputs):
@@ -233,13 +241,26 @@ class TwoPasses:
         if told[1]:
             self._checked.add(self._block.training)
 
+    @contextmanager
+    def _others_answer_zeros(self) -> Iterator[None]:
+        """Inside, so do other lists of experts in the block: it has a forward like this one for each of them."""
+
+        def answer(width: int, number: int, rows: Tensor) -> Tensor:
+            return rows.new_zeros(*rows.shape[:-1], width)
+
+        with ExitStack() as stack:
+            for experts in self._others:
+                if isinstance(experts, StackedMembers):
+                    stack.enter_context(experts.answering(partial(answer, experts.width_out)))
+            yield
+
     def _noise(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Answers as large as the rows, from random numbers of their own."""
         generator = torch.Generator(device).manual_seed(0)
 
         def noise(rows: Tensor) -> Tensor:
             largest = rows.abs().amax() + 1 if rows.numel() else 1
-            values = torch.randn((*rows.shape[:-1], self._width_out), generator=generator, device=device)
+            values = torch.randn((*rows.shape[:-1], self._experts.width_out), generator=generator, device=device)
             return (values * largest).to(rows.dtype)
 
         return noise
@@ -258,7 +279,7 @@ class TwoPasses:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        return together.shape == (2, self._width_out) and _close(together, apart)
+        return together.shape == (2, self._experts.width_out) and _close(together, apart)
 
 
 def _joined(inputs: list[Tensor], none: Tensor) -> Tensor:
@@ -273,9 +294,9 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return not one.numel() or bool((one - other).abs().max() <= tolerance * one.abs().max())
 
 
-def _beside(block: nn.Module, experts: StackedMembers) -> list[nn.Parameter]:
+def _beside(block: nn.Module) -> list[nn.Parameter]:
     """The block's other parameters: without rows there may be no gradient for its router, but other ranks have one."""
-    inside = set(experts.parameters())
+    inside = {parameter for experts, _ in spread_experts(block) for parameter in experts.parameters()}
     return [parameter for parameter in block.parameters() if parameter not in inside]
 
 

@@ -84,6 +84,61 @@ def test_state_and_random_numbers_are_those_of_one_forward(ranks: RankPool, ep: 
         assert same
 
 
+def _bits(block: type[MixtralBlock]) -> list[bool]:
+    """On the only rank: what of output and gradients is that of the plain block, bit for bit."""
+    torch.manual_seed(3)
+    plain = block(8, 2, 16, False)
+    ours = copy.deepcopy(plain)
+    parallelize(ours, build_meshes(Layout.for_world(1, ep=1), "cpu"))
+    batch = torch.randn(6, HIDDEN)
+    outputs = ours(batch), plain(batch)
+    for output in outputs:
+        output.pow(2).sum().backward()
+    mine, right = _gradients(ours.experts, plain.experts)
+    return [torch.equal(*outputs), *(torch.equal(mine[name], right[name]) for name in right)]
+
+
+@pytest.mark.parametrize("block", [MixtralBlock, HitBlock])
+def test_ep_1_is_the_plain_block_bit_for_bit(ranks: RankPool, block: type[MixtralBlock]) -> None:
+    assert ranks.run(_bits, block, world=1) == [[True] * 4]
+
+
+class TwoLists(HitBlock):
+    """Two lists in one block, one of them in a dictionary, the second of which works on what the first gave."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.more = nn.ModuleDict(
+            {"router": nn.Linear(HIDDEN, 4), "mlps": nn.ModuleList([GatedMLP(HIDDEN, 8, True) for _ in range(4)])}
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = super().forward(hidden_states)
+        chosen = self.more["router"](hidden_states).softmax(dim=-1)
+        return sum(chosen[:, i, None] * mlp(hidden_states) for i, mlp in enumerate(self.more["mlps"]))
+
+
+def _two_lists() -> list[tuple[float, str]]:
+    torch.manual_seed(3)
+    plain = TwoLists(8, 2, 16, False)
+    ours = _parallel(copy.deepcopy(plain))
+    batches = [torch.randn(0, HIDDEN), torch.randn(9, HIDDEN)]
+    ours(batches[dist.get_rank()]).pow(2).sum().backward()
+    plain(batches[1]).pow(2).sum().backward()
+    gate = whole({"gate": ours.gate.weight.grad * WORLD})
+    return [
+        worst(*_gradients(ours.experts, plain.experts)),
+        worst(*_gradients(ours.more["mlps"], plain.more["mlps"])),
+        worst(gate, {"gate": plain.gate.weight.grad}),
+    ]
+
+
+def test_two_lists_in_one_block(ranks: RankPool) -> None:
+    for found in ranks.run(_two_lists, world=WORLD):
+        for error, name in found:
+            assert error < 1e-5, f"{name} is off by {error:.1e}"
+
+
 class NoisyExpert(GatedMLP):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.dropout(super().forward(hidden_states), training=self.training)

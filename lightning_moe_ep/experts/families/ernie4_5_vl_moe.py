@@ -22,6 +22,8 @@ from lightning_moe_ep.experts.stacked import StackedExperts
 class Ernie4_5VLMoeExperts(StackedExperts):  # noqa: N801
     """An experts module inside of `Ernie4_5_VLMoeMoeBlock` (read at transformers 5.24)."""
 
+    block: nn.Module
+
     def __init__(self, module: nn.Module, block: nn.Module) -> None:
         super().__init__(module)
         self.block = block

@@ -22,6 +22,7 @@ from lightning_moe_ep.rows import RowGroups
 class Llama4Experts(ExpertsAdapter):
     """`Llama4TextExperts`, called by way of the `Llama4TextMoe` around it (read at transformers 5.24)."""
 
+    block: nn.Module
     parameters = ("gate_up_proj", "down_proj")
     computations = frozenset({"auto", "grouped_mm", "loop"})
 
