@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: 
         # DTensor keeps meshes in its caches, and takes one for another of equal shape whose groups are gone.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
+        if "lightning_moe_ep.mesh" in sys.modules:
+            sys.modules["lightning_moe_ep.mesh"]._BUILT.clear()
         # What a Trainer leaves holds its groups in circles, and a group of gloo keeps its threads, which would slow
         # down all later jobs. What remains is looked at no more: imported modules, mostly.
         gc.collect()

@@ -7,6 +7,7 @@ import pytest
 from tests.families.find import families
 from tests.families.sweep import sweep
 from tests.families.table import FILE, HEADER, outcome, row
+from tests.matrix import mostly_in_the_sweep
 from tests.pool import RankPool
 
 KINDS = [
@@ -31,7 +32,7 @@ MAY_BE_REFUSED = {"nllb-moe", "switch_transformers"}
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", mostly_in_the_sweep(["all_gather", "all_to_all"], "all_to_all"))
 def test_a_family_of_each_kind_on_four_ranks(ranks: RankPool, family: str, dispatcher: str) -> None:
     assert ranks.run(sweep, family, 2, dispatcher, world=4)[0] == []
 

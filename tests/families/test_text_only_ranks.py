@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.families.multimodal import TOWERS, multimodal_batch, multimodal_loss, multimodal_model
 from tests.families.sweep import compare
+from tests.matrix import mostly_in_the_sweep
 from tests.pool import RankPool
 
 
@@ -19,7 +20,7 @@ def _compare(family: str, with_images: tuple[int, ...]) -> list[str]:
 CASES = {"first": ((0,), 2), "second": ((1,), 2), "none": ((), 2), "all": ((0, 1), 2), "one of four": ((2,), 4)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_in_the_sweep(CASES, "first", "one of four"))
 @pytest.mark.parametrize("family", TOWERS)
 def test_ranks_without_images(ranks: RankPool, family: str, case: str) -> None:
     with_images, world = CASES[case]
