@@ -11,6 +11,7 @@ loses a connection while it connects the ranks of a group, on a busy machine; su
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -80,12 +81,28 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: 
         # DTensor keeps meshes in its caches, and takes one for another of equal shape whose groups are gone.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
-        if "lightning_moe_ep.mesh" in sys.modules:
-            sys.modules["lightning_moe_ep.mesh"]._BUILT.clear()
-        # What a Trainer leaves holds its groups in circles, and a group of gloo keeps its threads, which would slow
-        # down all later jobs. What remains is looked at no more: imported modules, mostly.
-        gc.collect()
-        gc.freeze()
+        _let_go_of_groups()
+
+
+_CACHES: list[Any] = []
+
+
+def _let_go_of_groups() -> None:
+    """Drop all that holds a group of the last job: each keeps threads of gloo, which wake up a hundred times a second.
+
+    Ours keep their meshes, torch's caches keep meshes too, and what a Trainer leaves holds them in circles.
+    """
+    if "lightning_moe_ep.mesh" in sys.modules:
+        sys.modules["lightning_moe_ep.mesh"]._BUILT.clear()
+    _CACHES.extend(
+        found
+        for found in gc.get_objects()
+        if type(found) is functools._lru_cache_wrapper and (found.__module__ or "").startswith("torch.distributed")
+    )
+    for cache in _CACHES:
+        cache.cache_clear()
+    gc.collect()
+    gc.freeze()  # what is left is looked at no more: imported modules, mostly
 
 
 class RankPool:
