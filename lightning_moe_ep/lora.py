@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.experts import is_a, spread_experts
+from lightning_moe_ep.experts import is_a, to_plain
 from lightning_moe_ep.shards import gather
 
 
@@ -144,10 +144,4 @@ def _whole(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     whole = {key: gather(value) if isinstance(value, Tensor) else value for key, value in state.items()}
     if dist.get_rank() != 0:
         return {}
-    adapters = {module: spread.adapter for module, spread in spread_experts(model)}
-    for name, module in model.named_modules():
-        if module in adapters:
-            inside = {key: whole.pop(key) for key in list(whole) if key.startswith(f"{name}.")}
-            of_module = adapters[module].to_file({key.removeprefix(f"{name}."): v for key, v in inside.items()})
-            whole.update({f"{name}.{key}": value for key, value in of_module.items()})
-    return whole
+    return to_plain(model, whole)

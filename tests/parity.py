@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy, register_dispatcher
 from lightning_moe_ep.dispatch import OverlappedDispatcher
-from lightning_moe_ep.experts.spread import spread_of
+from lightning_moe_ep.experts import to_plain
 from tests import oracle
 from tests.models import ADAM_EPS, NOTHING, build, freeze, loss_of, make_batch
 from tests.pool import RankPool
@@ -163,18 +163,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def plain(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors of a parallel model's parameters, in the form that they have in the plain model."""
-    adapters = {f"{name}.": spread.adapter for name, module in model.named_modules() if (spread := spread_of(module))}
-    tensors, result = whole(tensors), {}
-    for name, tensor in tensors.items():
-        if name in result:
-            continue
-        prefix = next((prefix for prefix in adapters if name.startswith(prefix)), None)
-        if prefix is None:
-            result[name] = tensor
-        else:
-            inside = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            result |= {prefix + key: value for key, value in adapters[prefix].to_file(inside).items()}
-    return result
+    return to_plain(model, whole(tensors))
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_moe_ep.experts import ExpertsAdapter, spread_experts
+from lightning_moe_ep.experts import ExpertsAdapter, converted_experts
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
@@ -53,15 +53,10 @@ class Converted:
 def converted_modules(model: nn.Module) -> list[Converted]:
     """Those of the experts modules of `model` whose adapter has a `to_file`."""
     found = []
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module, spread in spread_experts(model):
-        if type(spread.adapter).to_file is ExpertsAdapter.to_file:
-            continue
+    for prefix, module, adapter in converted_experts(model):
         parameters = dict(module.named_parameters())
-        first, parameter = next(iter(parameters.items()))
-        prefix = names[id(parameter)].removesuffix(first)
-        shapes, made_of = _pieces(spread.adapter, parameters)
-        found.append(Converted(prefix, spread.adapter, parameters, shapes, made_of))
+        shapes, made_of = _pieces(adapter, parameters)
+        found.append(Converted(prefix, adapter, parameters, shapes, made_of))
     return found
 
 
@@ -83,21 +78,6 @@ def _pieces(
 
 
 # Weights.
-
-
-def model_to_file(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """From the state dict of `model`, with whole tensors, to that of the plain model, in its order."""
-    for experts in converted_modules(model):
-        keys = list(state)
-        mine = [key for key in keys if key.startswith(experts.prefix)]
-        start = keys.index(mine[0])
-        converted = experts.adapter.to_file({key.removeprefix(experts.prefix): state[key] for key in mine})
-        state = {
-            **{key: state[key] for key in keys[:start]},
-            **{f"{experts.prefix}{name}": value for name, value in converted.items()},
-            **{key: state[key] for key in keys[start + len(mine) :]},
-        }
-    return state
 
 
 def model_from_file(

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_moe_ep.checkpoint.names import model_from_file, model_to_file, optimizer_from_file, optimizer_to_file
+from lightning_moe_ep.checkpoint.names import model_from_file, optimizer_from_file, optimizer_to_file
+from lightning_moe_ep.experts import to_plain
 from lightning_moe_ep.shards import cut, gather
 
 
@@ -144,7 +145,7 @@ def _no_optimizer_state(path: Path) -> KeyError:
 def full_model_state(module: nn.Module) -> dict[str, Any]:
     """The plain model's whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this."""
     state = _gathered(module.state_dict())
-    return model_to_file(module, state) if state else {}
+    return to_plain(module, state)
 
 
 def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
+from lightning_moe_ep.experts.plain import converted_experts, to_plain
 from lightning_moe_ep.experts.quantized import check_not_quantized
 from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import (
@@ -38,6 +39,7 @@ __all__ = [
     "check_not_quantized",
     "choice_biases",
     "compute_experts",
+    "converted_experts",
     "ep_size",
     "expert_parameters",
     "find_experts",
@@ -49,5 +51,6 @@ __all__ = [
     "mark_spread",
     "register_experts",
     "spread_experts",
+    "to_plain",
     "with_zero_gradients",
 ]

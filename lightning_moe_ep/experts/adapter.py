@@ -52,6 +52,9 @@ class ExpertsAdapter(ABC):
     computations: frozenset[str] = frozenset({"auto", "loop"})
     """Those of `Computation` that this kind, or this module, knows."""
 
+    by_compute_experts: bool = False
+    """Whether `compute` is `compute_experts` but for `native`, which has the rows go through LoRA's adapters too."""
+
     equal_tokens: bool = True
     """Whether ranks dispatch equally many tokens where the model's inputs have equally many."""
 

@@ -28,13 +28,7 @@ from lightning_moe_ep.experts.adapter import (
     register_experts,
 )
 from lightning_moe_ep.experts.compute import LowRank, with_low_rank
-from lightning_moe_ep.experts.families.llama4 import Llama4Experts
-from lightning_moe_ep.experts.families.longcat_flash import LongcatFlashExperts
-from lightning_moe_ep.experts.stacked import StackedExperts
 from lightning_moe_ep.rows import RowGroups
-
-_BY_COMPUTE_EXPERTS = (StackedExperts.compute, Llama4Experts.compute, LongcatFlashExperts.compute)
-"""The `compute` of kinds that is `compute_experts`, which has the rows go through the adapters."""
 
 
 @register_experts
@@ -104,7 +98,7 @@ class LoraExperts(ExpertsAdapter):
 
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:
-        by_rows = type(self.base).compute in _BY_COMPUTE_EXPERTS and computation != "native"
+        by_rows = self.base.by_compute_experts and computation != "native"
         base = copy.copy(self.base)
         base.module = (with_low_rank if by_rows else _with_whole)(base.module, self._low_rank())
         return base.compute(rows, groups, weights, computation=computation)

@@ -86,6 +86,7 @@ class StackedExperts(NativeExperts):
     """Two-layer experts as transformers describes them; see `compute_experts`."""
 
     computations = frozenset({"auto", "grouped_mm", "loop", "native"})
+    by_compute_experts = True
 
     @classmethod
     @override

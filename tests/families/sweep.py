@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_ep.checkpoint import full_model_state
-from lightning_moe_ep.checkpoint.names import model_to_file
-from lightning_moe_ep.experts import expert_parameters
+from lightning_moe_ep.experts import expert_parameters, to_plain
 from lightning_moe_ep.gradients import scale_gradients
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import build_meshes
@@ -65,7 +64,7 @@ def compare(
     gradients = {n: gather(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in model.named_parameters()}
     if dist.get_rank() > 0:
         return []
-    return _differences(model_to_file(model, gradients), right) + _unequal(state, dict(plain.state_dict()))
+    return _differences(to_plain(model, gradients), right) + _unequal(state, dict(plain.state_dict()))
 
 
 def _differences(ours: dict[str, Any], right: dict[str, Tensor]) -> list[str]:

@@ -25,6 +25,7 @@ class Llama4Experts(ExpertsAdapter):
     block: nn.Module
     parameters = ("gate_up_proj", "down_proj")
     computations = frozenset({"auto", "grouped_mm", "loop"})
+    by_compute_experts = True
 
     def __init__(self, module: nn.Module, block: nn.Module) -> None:
         super().__init__(module)

@@ -26,6 +26,7 @@ class LongcatFlashExperts(ExpertsAdapter):
 
     parameters = ("gate_up_proj", "down_proj")
     computations = frozenset({"auto", "grouped_mm", "loop"})
+    by_compute_experts = True
 
     @classmethod
     @override
