@@ -163,7 +163,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def plain(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors of a parallel model's parameters, in the form that they have in the plain model."""
-    return to_plain(model, whole(tensors))
+    # A stand-in for a module that holds its layers itself has no more than their parameters.
+    return to_plain(model, whole(tensors)) if isinstance(model, torch.nn.Module) else whole(tensors)
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], oracle.Answer]:
