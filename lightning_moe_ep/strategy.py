@@ -6,7 +6,9 @@ weights, gradients, checkpoints.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -190,6 +192,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if not dist.is_initialized():
             self._seed = None
+            atexit.register(_let_gloo_finish)
         self._setup_distributed()
         if self._seed is None:
             self._seed = broadcast_seed(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32)))
@@ -382,6 +385,14 @@ class MoEEPStrategy(ModelParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` has filled the model."""
+
+
+def _let_gloo_finish() -> None:
+    """Before the interpreter ends: gloo's threads free the tensors of the last collectives, and need it for that.
+
+    A thread that comes too late aborts the process (torch 2.13: "terminate called without an active exception").
+    """
+    time.sleep(0.2)
 
 
 def _keep_model() -> None:
