@@ -5,6 +5,7 @@ import logging
 from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
+from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
 from lightning_moe_ep.experts import (
@@ -35,6 +36,7 @@ __all__ = [
     "ExpertsAdapter",
     "GroupedExperts",
     "Layout",
+    "LoadReport",
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
@@ -42,7 +44,9 @@ __all__ = [
     "TextDataModule",
     "TopKRouter",
     "build_meshes",
+    "build_pretrained",
     "load_balancing_loss",
+    "load_pretrained",
     "materialize",
     "merged_model",
     "parallelize",

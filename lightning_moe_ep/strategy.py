@@ -287,6 +287,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         self._parallelize()  # does nothing, unless the model was built in `__init__`
         for managed in fsdp_modules(module):
             managed.reshard()  # an evaluation leaves the roots' weights gathered
+        checkpoints.read_pretrained(module, device=self.root_device)
         materialize(module, seed=self._seed, device=self.root_device)
         self.model_to_device()
         for parameter in module.parameters():

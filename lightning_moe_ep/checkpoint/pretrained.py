@@ -90,13 +90,13 @@ class LoadReport:
 
 
 def load_pretrained(
-    model: PreTrainedModel, folder: str | Path, *, device: torch.device | None = None, strict: bool = True
+    model: nn.Module, folder: str | Path, *, device: torch.device | None = None, strict: bool = True
 ) -> LoadReport:
     """Fill a model from a Hugging Face folder, in place; every rank calls this.
 
     Args:
-        model: sharded at any layout, or plain; on the meta device or real. What is no DTensor is read on rank 0 and
-            sent to the others.
+        model: a transformers model, or what is around one (a PeftModel); sharded at any layout, or plain; on the meta
+            device or real. What is no DTensor is read on rank 0 and sent to the others.
         folder: holds `config.json`, and `model.safetensors` or several such files with their index; seen by all ranks.
         device: where tensors go that are on the meta device; None: the device of the mesh, or the CPU.
         strict: whether the folder must have all that the model has, and nothing else. If not, what it lacks stays as
@@ -115,7 +115,7 @@ def load_pretrained(
 
     def make_plan() -> list[_Place]:
         _check_folder(folder)
-        return _plan(model, folder, strict=strict)
+        return _plan(_transformers_model(model), folder, strict=strict)
 
     plan = together(make_plan)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -129,6 +129,20 @@ def load_pretrained(
             dist.broadcast(place.target, src=0)
         place.settle()
     return LoadReport(bytes_read=files.bytes_read, bytes_held=sum(place.bytes_in_file for place in mine))
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    found: list[tuple[str, PreTrainedModel]] = []
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((name, module))
+    if len(found) != 1:
+        raise ValueError(
+            f"one folder holds one model, but in {type(model).__name__} there are {len(found)} of transformers"
+            f" {[name for name, _ in found]}; pass the one that is meant"
+        )
+    return found[0][1]
 
 
 def _check_folder(folder: Path) -> None:
