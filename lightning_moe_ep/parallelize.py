@@ -61,6 +61,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
+    read_ahead: bool = False,
 ) -> None:
     """Spread the experts of `model` over ep and shard everything with FSDP2, in place.
 
@@ -79,6 +80,7 @@ def parallelize(
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
             rank reading its share (see `load_pretrained`, for its errors too).
+        read_ahead: whether its files are read ahead.
 
     Raises:
         NoExpertsError: the model has no experts module.
@@ -162,7 +164,7 @@ def parallelize(
             _prefetch([block for block in sequence if block not in roots])
     if pretrained is not None:
         device = torch.device(meshes.dense.device_type)
-        load_pretrained(model, pretrained, device=device)
+        load_pretrained(model, pretrained, device=device, read_ahead=read_ahead)
         materialize(model, seed=0, device=device)  # buffers that are computed, not saved
 
 

@@ -7,12 +7,15 @@ and files is found from the files' headers, before a weight is read, and is said
 from __future__ import annotations
 
 import json
+import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,10 +28,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_classes, plain_recipes
 from lightning_moe_ep.checkpoint.names import converted_modules
+from lightning_moe_ep.checkpoint.prefetch import Span, prefetch
 from lightning_moe_ep.checkpoint.recipes import Recipe
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, WeightFilesError, stored_tensors, whole
 from lightning_moe_ep.checkpoint.unconverted import unconverted
 from lightning_moe_ep.shards import part_of
+
+_log = logging.getLogger(__name__)
 
 _WORKERS = 4
 """Threads that read: enough to keep a disk or network busy, few enough that little is held at once."""
@@ -88,9 +94,17 @@ class LoadReport:
     bytes_held: int
     """Of the model's tensors on this rank, in the dtype of the files: what it has to read at least."""
 
+    bytes_ahead: int
+    """What it read ahead for the ranks of its node, with the gaps between."""
+
 
 def load_pretrained(
-    model: nn.Module, folder: str | Path, *, device: torch.device | None = None, strict: bool = True
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    device: torch.device | None = None,
+    strict: bool = True,
+    read_ahead: bool = False,
 ) -> LoadReport:
     """Fill a model from a Hugging Face folder, in place; every rank calls this.
 
@@ -101,6 +115,7 @@ def load_pretrained(
         device: where tensors go that are on the meta device; None: the device of the mesh, or the CPU.
         strict: whether the folder must have all that the model has, and nothing else. If not, what it lacks stays as
             it is (on the meta device, it waits for `materialize`).
+        read_ahead: whether the ranks of a node first bring what they need into its page cache; see `prefetch`.
 
     Returns:
         What was read on this rank.
@@ -120,15 +135,21 @@ def load_pretrained(
     plan = together(make_plan)
     first = not dist.is_initialized() or dist.get_rank() == 0
     mine = [place for place in plan if first or isinstance(place.tensor, DTensor)]
+    ahead = prefetch(partial(_needed, plan), _files(plan)) if read_ahead else 0
     for place in plan:
         place.make_room(device)
+    start = time.perf_counter()
     with OpenFiles() as files:
         together(lambda: _read_all(mine, files, show=first))
+    if first:
+        seconds, size = time.perf_counter() - start, files.bytes_read / 2**20
+        _log.info(f"Read {size:,.0f} MiB of {folder} on rank 0 in {seconds:.1f} s ({size / seconds:,.0f} MiB/s)")
     for place in plan:
         if dist.is_initialized() and not isinstance(place.tensor, DTensor):
             dist.broadcast(place.target, src=0)
         place.settle()
-    return LoadReport(bytes_read=files.bytes_read, bytes_held=sum(place.bytes_in_file for place in mine))
+    held = sum(place.bytes_in_file for place in mine)
+    return LoadReport(bytes_read=files.bytes_read, bytes_held=held, bytes_ahead=ahead)
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -320,6 +341,25 @@ class _Place:
             slots[key] = value
 
 
+def _files(plan: Sequence[_Place]) -> list[Path]:
+    return sorted({stored.file for place in plan for stored, _ in place.recipe.sources(whole(place.recipe.shape))})
+
+
+def _needed(plan: Sequence[_Place], rank: int) -> Iterator[Span]:
+    """What a rank reads; any rank can tell of any other."""
+    for place in plan:
+        if isinstance(place.tensor, DTensor):
+            coordinate = (place.tensor.device_mesh.mesh == rank).nonzero()[0].tolist()
+            region = part_of(place.tensor, coordinate)
+        elif rank == 0:
+            region = place.region
+        else:
+            continue
+        for stored, part in place.recipe.sources(region):
+            for start, length in stored.runs(part):
+                yield Span(stored.file, start, start + length)
+
+
 def _read_all(places: Sequence[_Place], files: OpenFiles, *, show: bool) -> None:
     """Fill the targets; in the order of the files, as they are read best."""
     places = sorted(places, key=_Place.position)
@@ -331,7 +371,7 @@ def _read_all(places: Sequence[_Place], files: OpenFiles, *, show: bool) -> None
 
     with (
         ThreadPoolExecutor(_WORKERS) as pool,
-        tqdm(total=total, desc="Reading weights", unit="B", unit_scale=True, disable=not show) as bar,
+        tqdm(total=total, desc="Reading weights", unit="B", unit_scale=True, disable=None if show else True) as bar,
     ):
         waiting = [pool.submit(fill, place) for place in places]
         try:
