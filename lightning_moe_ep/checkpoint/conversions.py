@@ -142,7 +142,7 @@ class _Conversion:
     def recipes(self) -> dict[str, Recipe]:
         state: State | None = {pattern: [Stored(t) for t in tensors] for pattern, tensors in self.sources.items()}
         for operation in self.converter.operations:
-            if (follow := _FOLLOWED.get(type(operation))) is None:
+            if (follow := FOLLOWED.get(type(operation))) is None:
                 return self._by_transformers()
             assert state is not None
             if (state := follow(self, operation, state)) is None:
@@ -235,7 +235,7 @@ class _Conversion:
         return {name: Computed(partial(compute, name), needs, value.shape) for name, value in run(on_meta).items()}
 
 
-_FOLLOWED: dict[type[ConversionOps], Callable[[_Conversion, Any, State], State | None]] = {
+FOLLOWED: dict[type[ConversionOps], Callable[[_Conversion, Any, State], State | None]] = {
     MergeModulelist: _Conversion._stack,
     Concatenate: _Conversion._concatenate,
     Chunk: _Conversion._chunk,

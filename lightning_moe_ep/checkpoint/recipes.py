@@ -158,11 +158,15 @@ class Computed:
         self._mixed = range(len(shape)) if mixed is None else [dim % len(shape) for dim in mixed]
 
     def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
+        if not out.numel():
+            return
         around = self._around(region)
         made = self._compute(around, files)
         out.copy_(made[tuple(slice(p.start - a.start, p.stop - a.start) for p, a in zip(region, around, strict=True))])
 
     def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+        if any(part.start >= part.stop for part in region):
+            return iter(())
         return self._needs(self._around(region))
 
     def _around(self, region: Region) -> Region:
