@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from lightning_moe_ep.checkpoint.dequantize import dequantized, is_dequantize
 from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, Narrowed, Recipe, Stacked, Stored, Transposed
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, Region, StoredTensor, whole
 
@@ -52,12 +53,18 @@ class PlainRecipes:
     unexpected: list[str] = field(default_factory=list)
     """Tensors of the folder that the model has no use for."""
 
+    dequantized: set[str] = field(default_factory=set)
+    """The names among them of what is not in the files' dtype."""
+
     errors: list[str] = field(default_factory=list)
     """Tensors that cannot be converted, and why."""
 
 
 def plain_recipes(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], shapes: Mapping[str, torch.Size]
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, torch.Size],
+    quantizer: Any = None,
 ) -> PlainRecipes:
     """Recipes for the tensors of the plain model.
 
@@ -65,9 +72,10 @@ def plain_recipes(
         model: may be parallel.
         stored: what the folder has.
         shapes: of the plain model's tensors, by name.
+        quantizer: what `dequantizer` gave for the folder.
     """
     with plain_classes(model):
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -96,6 +104,8 @@ def plain_recipes(
             result.errors.append(f"{target} cannot be made of {', '.join(names[:4])}...: {error}")
             continue
         result.recipes.update(made)
+        if any(is_dequantize(operation) for operation in converted_by[target].operations):
+            result.dequantized.update(name for name, recipe in made.items() if not isinstance(recipe, Stored))
     return result
 
 
@@ -142,9 +152,13 @@ class _Conversion:
     def recipes(self) -> dict[str, Recipe]:
         state: State | None = {pattern: [Stored(t) for t in tensors] for pattern, tensors in self.sources.items()}
         for operation in self.converter.operations:
+            assert state is not None
+            if is_dequantize(operation):
+                targets = self.converter.target_patterns
+                state = dequantized(operation, state, self.target, targets, self.model)
+                continue
             if (follow := FOLLOWED.get(type(operation))) is None:
                 return self._by_transformers()
-            assert state is not None
             if (state := follow(self, operation, state)) is None:
                 return self._by_transformers()
         assert state is not None

@@ -28,7 +28,7 @@ _OUTDATED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that models once saved, and now compute."""
 
 
-def plan_places(model: PreTrainedModel, folder: Path, *, strict: bool) -> list[Place]:
+def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict: bool) -> list[Place]:
     """Places for all tensors of the model that the folder has.
 
     Raises:
@@ -43,7 +43,7 @@ def plan_places(model: PreTrainedModel, folder: Path, *, strict: bool) -> list[P
         shapes.update((f"{experts.prefix}{name}", shape) for name, shape in experts.file_shapes.items())
     in_files = {name: plain for name in shapes if (plain := _without_adapters(name)) is not None}
     shapes = {plain: shapes[name] for name, plain in in_files.items()}
-    made = plain_recipes(model, stored_tensors(folder), shapes)
+    made = plain_recipes(model, stored_tensors(folder), shapes, quantizer)
     pieces = {name: made.recipes[plain] for name, plain in in_files.items() if plain in made.recipes}
     recipes = {name: recipe for name, recipe in pieces.items() if name not in owners}
     for name, experts in owners.items():
@@ -62,7 +62,9 @@ def plan_places(model: PreTrainedModel, folder: Path, *, strict: bool) -> list[P
             slots = [_slot(modules, name) for name in names]
             places.append(Place(found, tensors[found], slots, recipes[found]))
     problems = _problems(model, made, shapes, missing, strict=strict)
-    if problems := problems or [place.wrong_dtype for place in places if place.wrong_dtype]:
+    if problems := problems or [
+        place.wrong_dtype for place in places if place.wrong_dtype and plain_names[place.name] not in made.dequantized
+    ]:
         raise WeightFilesError("\n  ".join([f"{folder} does not fit {_class_name(model)}:", *problems]))
     return places
 
@@ -132,10 +134,13 @@ class Place:
 
     @property
     def bytes_in_file(self) -> int:
-        """Of this rank's part, in the dtype that the files have."""
-        stored = next((tensor for tensor, _ in self.recipe.sources(whole(self.recipe.shape))), None)
-        size = stored.dtype.itemsize if stored is not None else 0
-        return math.prod(part.stop - part.start for part in self.region) * size
+        """Of this rank's part: its share of what the tensor takes in the files."""
+        size = sum(
+            math.prod(part.stop - part.start for part in region) * stored.dtype.itemsize
+            for stored, region in self.recipe.sources(whole(self.recipe.shape))
+        )
+        mine = math.prod(part.stop - part.start for part in self.region)
+        return size * mine // max(1, math.prod(self.recipe.shape))
 
     def position(self) -> tuple[Path, int]:
         """Where the first of what is read is."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from lightning_moe_ep.checkpoint.dequantize import dequantizer
 from lightning_moe_ep.checkpoint.places import Place, files_of, needed_by, plan_places
 from lightning_moe_ep.checkpoint.prefetch import prefetch
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles
@@ -49,13 +50,14 @@ def build_pretrained(folder: str | Path, auto_class: Any = AutoModelForCausalLM,
 
     Raises:
         FileNotFoundError: there is no such folder.
-        NotImplementedError: the weights are quantised.
+        NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"pretrained={str(folder)!r} is not a folder; download the model's files first")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    _check_folder(folder)
+    if _quantization(folder) is not None:
+        del config.quantization_config  # the model's weights will not be quantised
     options = {"dtype": torch.get_default_dtype(), **options}
     from_config = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):
@@ -113,14 +115,13 @@ def load_pretrained(
         ValueError: names are missing or unexpected, shapes or dtypes do not fit, or a file is missing, cut short or
             damaged: all that is wrong, on every rank, before any weight is changed. If a file proves unreadable later,
             the model is left half filled.
-        NotImplementedError: the weights are quantised.
+        NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
     """
     folder = Path(folder)
 
     def make_plan() -> list[Place]:
         inner = _transformers_model(model)
-        _check_folder(folder)
-        return plan_places(inner, folder, strict=strict)
+        return plan_places(inner, folder, _quantization(folder), strict=strict)
 
     plan = together(make_plan)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -156,17 +157,12 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
     return found[0][1]
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse what is no model's folder, and weights that would have to be dequantised."""
+def _quantization(folder: Path) -> Any:
+    """What dequantises the weights of a folder, if they are quantised."""
     config = folder / "config.json"
     if not config.exists():
         raise FileNotFoundError(f"{folder} has no config.json; give the Hugging Face folder of a model")
-    if quantization := json.loads(config.read_text()).get("quantization_config"):
-        raise NotImplementedError(
-            f"the weights in {folder} are quantised ({quantization.get('quant_method')}), and quantised experts cannot"
-            " be trained; dequantise them once, in one process: from_pretrained(folder, quantization_config="
-            "C(dequantize=True)).save_pretrained(other_folder), C being transformers' class for that method"
-        )
+    return dequantizer(json.loads(config.read_text()).get("quantization_config"), folder)
 
 
 def _read_all(places: Sequence[Place], files: OpenFiles, *, show: bool) -> None:

@@ -300,7 +300,7 @@ def _pickle(folder: Path) -> None:
 
 def _quantized(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
+    config["quantization_config"] = {"quant_method": "awq"}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -346,7 +346,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], bool, list[str]]] = {
     "pickle": (_pickle, False, [r"has neither model\.safetensors nor .*; pytorch_model\.bin may hold anything"]),
     "nothing": (lambda folder: (folder / "model.safetensors").unlink(), False, [r"has neither model\.safetensors nor"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), False, [r"has no config\.json"]),
-    "quantised": (_quantized, False, [r"are quantised \(mxfp4\).*dequantise them once"]),
+    "quantised": (_quantized, False, [r"are quantised \(awq\), and of that only fp8 and mxfp4 can"]),
 }
 
 
