@@ -81,7 +81,9 @@ def dequantized(
         else:
             made = [
                 _made_of_parts(
-                    {"weight": weight, "weight_scale_inv": scale}, convert, row=weight.shape[0] // (*scale.shape, 1, 1)[0]
+                    {"weight": weight, "weight_scale_inv": scale},
+                    convert,
+                    row=weight.shape[0] // (*scale.shape, 1, 1)[0],
                 )
                 for weight, scale in zip(recipes, scales, strict=True)
             ]
