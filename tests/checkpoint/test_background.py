@@ -36,10 +36,13 @@ class Watch(L.Callback):
         self.gate = gate
         self.opens_after = opens_after
         self.seen: dict[int, set[str]] = {}
+        self.linked: dict[int, set[str]] = {}
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         # Before a step, as ModelCheckpoint comes last after one.
-        self.seen.setdefault(trainer.global_step, names(self.folder))  # there are several micro-batches
+        # There are several micro-batches.
+        self.seen.setdefault(trainer.global_step, names(self.folder))
+        self.linked.setdefault(trainer.global_step, links(self.folder))
         if trainer.global_step == self.opens_after:
             self.gate.set()
 
@@ -49,6 +52,11 @@ class Watch(L.Callback):
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.ckpt")} if folder.exists() else set()
+
+
+def links(folder: Path) -> set[str]:
+    """Where the links in a folder lead."""
+    return {path.readlink().name for path in folder.glob("*.ckpt") if path.is_symlink()}
 
 
 @contextmanager
@@ -125,45 +133,31 @@ def test_what_is_saved_is_a_copy(ranks: RankPool, tmp_path: Path) -> None:
         assert len(apart) > 20 and all(apart)
 
 
-@pytest.mark.parametrize("save_last", [True, "link", None])
-def test_removals_and_links_wait_for_the_save(ranks: RankPool, tmp_path: Path, save_last: Any) -> None:
-    # Step 1's is written before; step 2's waits. A second save of a step would wait for the first for ever.
-    ranks.run(_save_a_first, tmp_path, save_last, world=2)
-    before = {"step=1.ckpt", *(["last.ckpt"] if save_last else [])}
-    assert names(tmp_path) == before
-    if save_last is not True:
-        for seen in ranks.run(_second_save_blocked, tmp_path, save_last, world=2):
-            assert seen == before
-        assert names(tmp_path) == {"step=2.ckpt", *(["last.ckpt"] if save_last else [])}
-    if save_last == "link":
-        assert (tmp_path / "last.ckpt").resolve() == (tmp_path / "step=2.ckpt").resolve()
-    if save_last:
-        after = on(ranks, Run(EP2, max_steps=3, resume="last", callbacks=every_step(tmp_path, save_last=save_last)))
-        assert [outcome.global_step for outcome in after] == [3, 3]
-
-
-def _save_a_first(folder: Path, save_last: Any) -> None:
-    with messages():
-        make_trainer(Run(EP2, max_steps=1, callbacks=every_step(folder, save_last=save_last), strategy=ASYNC)).fit(
-            Module()
-        )
-
-
-def _second_save_blocked(folder: Path, save_last: Any) -> set[str]:
-    """On a rank: what is there while the save of step 2 is on its way."""
+def _second_save_blocked(folder: Path, save_last: Any) -> tuple[set[str], set[str]]:
+    """On a rank: what is there, and where the link leads, while the save of step 2 is on its way."""
     gate = threading.Event()
     watch = Watch(folder, gate, opens_after=2)
 
-    def wait_and_save(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert gate.wait(20)
-        return save(*args, **kwargs)
+    def wait_and_save(save: Callable[..., Any], *args: Any, storage_writer: Any, **kwargs: Any) -> Any:
+        assert "step=2." not in storage_writer.path.name or gate.wait(20)
+        return save(*args, storage_writer=storage_writer, **kwargs)
 
     with messages(), writing(wait_and_save):
-        of = Run(EP2, max_steps=3, callbacks=every_step(folder, save_last=save_last), strategy=ASYNC)
-        fitted = make_trainer(of)
+        callbacks = every_step(folder, save_last=save_last)
+        fitted = make_trainer(Run(EP2, max_steps=3, callbacks=callbacks, strategy=ASYNC))
         fitted.callbacks.insert(0, watch)
-        fitted.fit(Module(), ckpt_path=str(folder / "step=1.ckpt"))
-    return watch.seen[2]
+        fitted.fit(Module())
+    return watch.seen[2], watch.linked[2]
+
+
+@pytest.mark.parametrize("save_last", ["link", None])
+def test_removals_and_links_wait_for_the_save(ranks: RankPool, tmp_path: Path, save_last: Any) -> None:
+    last = {"last.ckpt"} if save_last else set()
+    for seen, linked in ranks.run(_second_save_blocked, tmp_path, save_last, world=2):
+        assert seen == {"step=1.ckpt"} | last
+        assert linked == ({"step=1.ckpt"} if save_last else set())
+    assert names(tmp_path) == {"step=3.ckpt"} | last
+    assert links(tmp_path) == ({"step=3.ckpt"} if save_last else set())
 
 
 class StopError(Exception):
