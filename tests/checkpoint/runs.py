@@ -177,10 +177,11 @@ def make_trainer(of: Run) -> L.Trainer:
             enable_model_summary=False,
             **options,
         )
+    options.setdefault("accumulate_grad_batches", STEP // of.at.world)
     strategy = MoEEPStrategy(
         ep=of.at.ep, replicate=of.at.replicate, save_distributed_checkpoint=FORMS[of.form], **of.strategy
     )
-    return trainer(strategy, accumulate_grad_batches=STEP // of.at.world, **options)
+    return trainer(strategy, **options)
 
 
 @contextmanager
