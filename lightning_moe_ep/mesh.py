@@ -8,6 +8,8 @@ shows here and not inside the first backward.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,3 +147,11 @@ def warm_up(name: str, group: dist.ProcessGroup, device_type: str) -> None:
             f"the first collective over the {name!r} group of ranks {ranks} gave {total} instead of {len(ranks)} on"
             f" rank {dist.get_rank()}; check the network between these ranks"
         )
+
+
+def let_gloo_finish_at_exit() -> None:
+    """Before the interpreter ends: gloo's threads free the tensors of the last collectives, and need it for that.
+
+    A thread that comes too late aborts the process (torch 2.13: "terminate called without an active exception").
+    """
+    atexit.register(time.sleep, 0.2)

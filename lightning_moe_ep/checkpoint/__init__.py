@@ -1,22 +1,21 @@
 """Weights and training state, in and out, at any layout."""
 
+from lightning_moe_ep.checkpoint.background import Saver
 from lightning_moe_ep.checkpoint.pretrained import LoadReport, build_pretrained, load_pretrained, read_pretrained
-from lightning_moe_ep.checkpoint.training import (
-    full_model_state,
-    full_optimizer_state,
-    load,
-    make_way_for_file,
-    save_folder,
-)
+from lightning_moe_ep.checkpoint.record import KEY, describe
+from lightning_moe_ep.checkpoint.recovery import recovering
+from lightning_moe_ep.checkpoint.training import full_model_state, full_optimizer_state, load
 
 __all__ = [
+    "KEY",
     "LoadReport",
+    "Saver",
     "build_pretrained",
+    "describe",
     "full_model_state",
     "full_optimizer_state",
     "load",
     "load_pretrained",
-    "make_way_for_file",
     "read_pretrained",
-    "save_folder",
+    "recovering",
 ]

@@ -20,7 +20,7 @@ from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_classes,
 from lightning_moe_ep.checkpoint.names import converted_modules
 from lightning_moe_ep.checkpoint.prefetch import Span
 from lightning_moe_ep.checkpoint.recipes import Recipe
-from lightning_moe_ep.checkpoint.safetensors_files import WeightFilesError, stored_tensors, whole
+from lightning_moe_ep.checkpoint.safetensors_files import stored_tensors, whole
 from lightning_moe_ep.checkpoint.unconverted import unconverted
 from lightning_moe_ep.shards import part_of
 
@@ -32,7 +32,7 @@ def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict:
     """Places for all tensors of the model that the folder has.
 
     Raises:
-        WeightFilesError: names, shapes or dtypes do not match, or the files are no readable ones.
+        ValueError: names, shapes or dtypes do not match, or the files are no readable ones.
     """
     tensors = model.state_dict(keep_vars=True)
     plain_names = {name: plain for name in tensors if (plain := _without_adapters(name)) is not None}
@@ -65,7 +65,7 @@ def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict:
     if problems := problems or [
         place.wrong_dtype for place in places if place.wrong_dtype and plain_names[place.name] not in made.dequantized
     ]:
-        raise WeightFilesError("\n  ".join([f"{folder} does not fit {_class_name(model)}:", *problems]))
+        raise ValueError("\n  ".join([f"{folder} does not fit {_class_name(model)}:", *problems]))
     return places
 
 

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from lightning_moe_ep.checkpoint.agreement import together
 from lightning_moe_ep.checkpoint.dequantize import dequantizer
 from lightning_moe_ep.checkpoint.places import Place, files_of, needed_by, plan_places
 from lightning_moe_ep.checkpoint.prefetch import prefetch
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles
-from lightning_moe_ep.checkpoint.together import together
 
 _log = logging.getLogger(__name__)
 

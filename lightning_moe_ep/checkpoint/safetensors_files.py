@@ -42,10 +42,6 @@ Region = tuple[slice, ...]
 """A part of a tensor: for each dimension, from where to where."""
 
 
-class WeightFilesError(ValueError):
-    """Files that hold no readable model; the message names the file, and the tensor where there is one."""
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """Where in a file a tensor is."""
@@ -80,7 +76,7 @@ class StoredTensor:
         """A part of the tensor, on the CPU.
 
         Raises:
-            WeightFilesError: the file ends before the tensor does, or cannot be read.
+            ValueError: the file ends before the tensor does, or cannot be read.
         """
         out = torch.empty([part.stop - part.start for part in region], dtype=self.dtype)
         self.read_into(out, region, files)
@@ -154,9 +150,9 @@ class OpenFiles:
             try:
                 count = os.preadv(self.descriptor(tensor.file), [buffer[done:]], offset + done)
             except OSError as error:
-                raise WeightFilesError(f"{tensor.file} could not be read at tensor {tensor.name}: {error}") from error
+                raise ValueError(f"{tensor.file} could not be read at tensor {tensor.name}: {error}") from error
             if not count:
-                raise WeightFilesError(f"{tensor.file} ends within tensor {tensor.name}; it is cut short")
+                raise ValueError(f"{tensor.file} ends within tensor {tensor.name}; it is cut short")
             done += count
         self.bytes_read += done  # only a report: an update lost between threads would be no harm
 
@@ -167,30 +163,30 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Reads the files' headers only.
 
     Raises:
-        WeightFilesError: there are no such files, one is missing, cut short or damaged, or lacks a tensor that the
+        ValueError: there are no such files, one is missing, cut short or damaged, or lacks a tensor that the
             index promises.
     """
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
-            raise WeightFilesError(_nothing_to_read(folder))
+            raise ValueError(_nothing_to_read(folder))
         return {tensor.name: tensor for tensor in _tensors_of(folder / SINGLE, first="")}
     try:
         where: dict[str, str] = json.loads(index.read_text())["weight_map"]
         items = list(where.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightFilesError(f"{index} is no index of safetensors files: {error!r}") from error
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
     found: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(where.values()):
         first = next(tensor for tensor, file in items if file == name)
         if Path(name).name != name:
-            raise WeightFilesError(f"{index} has tensor {first} in {name!r}, which is not a file of its folder")
+            raise ValueError(f"{index} has tensor {first} in {name!r}, which is not a file of its folder")
         if not (folder / name).exists():
-            raise WeightFilesError(f"{folder / name}, in which {index.name} has tensor {first}, does not exist")
+            raise ValueError(f"{folder / name}, in which {index.name} has tensor {first}, does not exist")
         found.update((tensor.name, tensor) for tensor in _tensors_of(folder / name, first=first))
     for tensor, file in items:
         if tensor not in found or found[tensor].file.name != file:
-            raise WeightFilesError(f"{folder / file} has no tensor {tensor}, which {index.name} has there")
+            raise ValueError(f"{folder / file} has no tensor {tensor}, which {index.name} has there")
     return found
 
 
@@ -213,12 +209,12 @@ def _tensors_of(file: Path, *, first: str) -> Iterator[StoredTensor]:
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         about = f" (tensor {first} should be there)" if first else ""
-        raise WeightFilesError(f"{file}{about} is cut short or damaged: {error}") from error
+        raise ValueError(f"{file}{about} is cut short or damaged: {error}") from error
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise WeightFilesError(f"{file}: tensor {name} is of dtype {entry['dtype']}, which torch has not")
+            raise ValueError(f"{file}: tensor {name} is of dtype {entry['dtype']}, which torch has not")
         start, _ = entry["data_offsets"]
         yield StoredTensor(name, file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
 

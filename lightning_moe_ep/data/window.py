@@ -14,6 +14,19 @@ import lightning.pytorch as L
 from lightning_moe_ep.data.around import LoaderAround
 
 
+def count_ahead(loader: object, module: L.LightningModule, *, sum_over_world: Callable[[int], int]) -> object:
+    """The loader, wrapped in a `WindowedLoader` if the module trains and has `count_tokens(batch)`."""
+    count = getattr(module, "count_tokens", None)
+    if count is None or not module.trainer.training:
+        return loader
+    return WindowedLoader(
+        cast(Iterable[Any], loader),
+        count=count,
+        accumulate=lambda: micro_batches_ahead(module.trainer),
+        sum_over_world=sum_over_world,
+    )
+
+
 class WindowedLoader(LoaderAround):
     """Looks one accumulation window ahead and tells each batch how many items the window holds.
 
