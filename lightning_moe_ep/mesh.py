@@ -55,6 +55,12 @@ class Meshes:
             raise RuntimeError("there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh")
         return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
 
+    def sum_over_world(self, number: int) -> int:
+        """The sum of one number of each rank, exchanged over the host."""
+        total = torch.tensor(number)
+        dist.all_reduce(total, group=self.host_group)
+        return int(total)
+
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Every process group of this rank with the name of its mesh dimension."""
         for mesh in (self.dense, self.expert):

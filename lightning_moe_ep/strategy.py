@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
-from lightning_moe_ep.data import count_ahead
+from lightning_moe_ep.data import count_ahead, resumable
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts
 from lightning_moe_ep.gradients import is_replicated
@@ -117,6 +117,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         self.gradients = ExpertGradientCallback()
         """The gradient callback in use: the user's own, or this one."""
         self._saver = checkpoints.Saver(folders=save_distributed_checkpoint, meanwhile=async_save, timeout=timeout)
+        self._resumption = checkpoints.Resumption()
         self._meshes: Meshes | None = None
         self._seed: int | None = None
 
@@ -231,7 +232,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         with self.root_device:  # not the meta device, which may be the default here
             self._parallelize()
         # Run again (validate after fit), it would put a new model in place of the trained one.
-        self.lightning_module.configure_model = _keep_model
+        self.lightning_module.configure_model = lambda: None
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -312,14 +313,13 @@ class MoEEPStrategy(ModelParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Tell a module that has `count_tokens(batch)` the token count of each accumulation window beforehand."""
+        """Keep the position in an epoch; count the tokens of each window ahead if the module has `count_tokens`."""
         assert self.lightning_module is not None
-        return count_ahead(dataloader, self.lightning_module, sum_over_world=self._sum_over_world)
-
-    def _sum_over_world(self, number: int) -> int:
-        total = torch.tensor(number)
-        dist.all_reduce(total, group=self.meshes.host_group)
-        return int(total)
+        trainer = self.lightning_module.trainer
+        if trainer.training:
+            self._resumption.restore_random()
+            dataloader = resumable(dataloader, trainer)
+        return count_ahead(dataloader, trainer.lightning_module, sum_over_world=self.meshes.sum_over_world)
 
     # Checkpoints.
 
@@ -343,6 +343,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
         checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout)
+        self._resumption.write(checkpoint, self.meshes.host_group)
         self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
 
     @override
@@ -351,6 +352,8 @@ class MoEEPStrategy(ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._resumption.start(self.lightning_module.trainer)
         self._saver.start()
 
     @override
@@ -370,21 +373,20 @@ class MoEEPStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load(
+        checkpoint = checkpoints.load(
             Path(self.broadcast(checkpoint_path)),
             self.lightning_module,
             self.optimizers if fitting else [],
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
         )
+        if fitting:
+            self._resumption.read(checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` has filled the model."""
-
-
-def _keep_model() -> None:
-    """In place of `configure_model` once the model is built."""
 
 
 def register_strategies() -> None:

@@ -6,8 +6,9 @@ size or another accumulation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 from torch.utils.data import BatchSampler, DataLoader
@@ -89,6 +90,13 @@ class ResumableLoader(LoaderAround):
         self.__dict__["_given"] = state["samples"]
 
 
+def resumable(loader: object, trainer: L.Trainer) -> object:
+    """The training loader, in a `ResumableLoader` if it `can_resume`."""
+    if not can_resume(loader):
+        return loader
+    return ResumableLoader(cast(DataLoader[Any], loader), inside_epoch=lambda: stands_inside_epoch(trainer))
+
+
 def can_resume(loader: object) -> bool:
     """Whether the order of the samples of `loader` is that of a distributed sampler, and nothing else."""
     return (
@@ -101,26 +109,27 @@ def can_resume(loader: object) -> bool:
 def stands_inside_epoch(trainer: L.Trainer) -> bool:
     """Whether a fit that goes on from a checkpoint does so inside of an epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return _batches_done(trainer) > 0 and not progress.is_last_batch
-
-
-def _batches_done(trainer: L.Trainer) -> int:
-    """Batches of the epoch that were trained on, by a checkpoint that was just read."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
     # Saved as a batch ended, a checkpoint counts it as processed, but not as completed.
-    return progress.current.processed
+    return progress.current.processed > 0 and not progress.is_last_batch
 
 
-def count_batches_anew(trainer: L.Trainer, loader: ResumableLoader, samples: int) -> None:
-    """Have the epoch's progress, which counts batches, mean as many samples as before.
+def count_batches_anew(trainer: L.Trainer) -> None:
+    """Have the epoch's progress, which counts batches, mean the same samples with the loaders that there are now.
 
     Args:
-        trainer: is about to go on inside of an epoch.
-        loader: the training loader.
-        samples: of the epoch, over the world, that were trained on.
+        trainer: goes on from a checkpoint; its loaders have their positions.
     """
-    current = trainer.fit_loop.epoch_loop.batch_progress.current
-    done = samples // loader.samples_per_batch
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    combined = trainer.fit_loop._combined_loader
+    first: Any = combined.flattened[0] if combined is not None else None
+    if not progress.current.processed or not hasattr(first, "samples_per_batch"):
+        return
+    done = trainer.num_training_batches
+    if not progress.is_last_batch:
+        done = min(done, first.state_dict()["samples"] // first.samples_per_batch)
+    if math.isinf(done):
+        return
+    current = progress.current
     open_batches = current.processed - current.completed
-    current.ready = current.started = current.processed = done
-    current.completed = done - open_batches
+    current.ready = current.started = current.processed = int(done)
+    current.completed = int(done) - open_batches
