@@ -343,7 +343,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
         checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout)
-        self._resumption.write(checkpoint, self.meshes.host_group)
+        self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
         self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
 
     @override

@@ -34,10 +34,12 @@ _log = logging.getLogger(__name__)
 _WORKERS = 4
 """Threads that read: enough to keep a disk or network busy, few enough that little is held at once."""
 
-_FOLDER = "_pretrained_folder"
+_WAITING = "_waits_for_pretrained"
 
 
-def build_pretrained(folder: str | Path, auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+def build_pretrained(
+    folder: str | Path, auto_class: Any = AutoModelForCausalLM, *, read_ahead: bool = False, **options: Any
+) -> Any:
     """A transformers model for the weights in a folder, on the meta device: the strategy reads them once it is sharded.
 
     To be called in `configure_model`, in place of `from_pretrained`, which would read the whole model on every rank.
@@ -45,6 +47,7 @@ def build_pretrained(folder: str | Path, auto_class: Any = AutoModelForCausalLM,
     Args:
         folder: a local Hugging Face folder.
         auto_class: which of transformers' automatic classes builds the model, or a model class.
+        read_ahead: as in `load_pretrained`.
         options: further arguments of its `from_config`, such as `dtype` or `attn_implementation`. By default the
             dtype is torch's default one, whatever the files have.
 
@@ -64,15 +67,16 @@ def build_pretrained(folder: str | Path, auto_class: Any = AutoModelForCausalLM,
         model = from_config(config, **options)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    setattr(model, _FOLDER, folder)
+    setattr(model, _WAITING, (folder, read_ahead))
     return model
 
 
 def read_pretrained(module: nn.Module, *, device: torch.device) -> None:
     """Fill the models in `module` that `build_pretrained` made, each from its folder; every rank calls this."""
     for model in module.modules():
-        if (folder := vars(model).pop(_FOLDER, None)) is not None:
-            load_pretrained(model, folder, device=device)
+        if (waiting := vars(model).pop(_WAITING, None)) is not None:
+            folder, read_ahead = waiting
+            load_pretrained(model, folder, device=device, read_ahead=read_ahead)
 
 
 @dataclass(frozen=True)

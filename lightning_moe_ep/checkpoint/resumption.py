@@ -6,14 +6,17 @@ ranks' random number generators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from lightning_moe_ep.checkpoint.agreement import on_every_rank
+from lightning_moe_ep.checkpoint.optimizers import never_stepped
 from lightning_moe_ep.checkpoint.randomness import random_state, restore_random_state
-from lightning_moe_ep.checkpoint.record import KEY
+from lightning_moe_ep.checkpoint.record import KEY, NEVER_STEPPED
 from lightning_moe_ep.data import count_batches_anew, stands_inside_epoch
 
 _RANDOM, _LOADERS = "random", "loaders"
@@ -25,15 +28,25 @@ class Resumption:
     def __init__(self) -> None:
         self._random: list[dict[str, Any]] | None = None
 
-    def write(self, checkpoint: dict[str, Any], host_group: dist.ProcessGroup) -> None:
-        """Add to the record of a checkpoint that has the state of the loops; every rank calls this.
+    def write(
+        self,
+        checkpoint: dict[str, Any],
+        module: L.LightningModule,
+        optimizers: Sequence[Optimizer],
+        host_group: dist.ProcessGroup,
+    ) -> None:
+        """Add to the record of a checkpoint, if it is one to go on from; every rank calls this.
 
         Args:
             checkpoint: Lightning's, with the record.
+            module: what is trained.
+            optimizers: which train it.
             host_group: all ranks, for CPU tensors.
         """
-        if "loops" not in checkpoint:
+        if "optimizer_states" not in checkpoint:
             return
+        lists = {number: never_stepped(module, optimizer) for number, optimizer in enumerate(optimizers)}
+        checkpoint[KEY][NEVER_STEPPED] = {number: names for number, names in lists.items() if names}
         checkpoint[KEY][_RANDOM] = on_every_rank(random_state, group=host_group)
         # In Lightning's own place a Trainer with another strategy would refuse it.
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ep.checkpoint.names import model_from_file, optimizer_from_file, optimizer_to_file
+from lightning_moe_ep.checkpoint.optimizers import check_stepped, load_optimizer
+from lightning_moe_ep.checkpoint.record import KEY, NEVER_STEPPED
 from lightning_moe_ep.checkpoint.recovery import look_up
 from lightning_moe_ep.experts import to_plain
 from lightning_moe_ep.shards import cut, gather
@@ -67,11 +69,10 @@ def _load(
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
         if missing:
             raise _no_optimizer_state(path)
-        state = {
-            "state_dict": module,
-            **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)},
-        }
-        return _load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+        rest = _load_checkpoint(path=path, state={"state_dict": module}, strict=strict, weights_only=weights_only)
+        for number, optimizer in enumerate(optimizers):
+            load_optimizer(path, number, module, optimizer, _never_stepped(rest, number))
+        return rest
     if not _is_full_checkpoint(path) or not zipfile.is_zipfile(path):
         raise ValueError(
             f"{path} is not a checkpoint: neither a folder with {_METADATA_FILENAME} and shards, nor a file that"
@@ -84,9 +85,16 @@ def _load(
     states = checkpoint.pop("optimizer_states", [])
     if len(states) < len(optimizers):
         raise _no_optimizer_state(path)
-    for optimizer, optimizer_state in zip(optimizers, states, strict=False):
+    for number, (optimizer, optimizer_state) in enumerate(zip(optimizers, states, strict=False)):
         _load_full_optimizer_state(module, optimizer, optimizer_state)
+        if KEY in checkpoint and optimizer.state:
+            check_stepped(path, module, optimizer, _never_stepped(checkpoint, number))
     return checkpoint
+
+
+def _never_stepped(rest: Mapping[str, Any], number: int) -> list[str]:
+    """The parameters of which an optimizer had no state when it was saved, by the record."""
+    return rest.get(KEY, {}).get(NEVER_STEPPED, {}).get(number, [])
 
 
 def _no_optimizer_state(path: Path) -> KeyError:
