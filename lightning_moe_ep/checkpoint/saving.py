@@ -13,7 +13,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ def _make_folder(path: Path, size: int) -> str:
 
 def _make_room(path: Path, size: int) -> None:
     """See that there are `size` bytes for a new checkpoint beside `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(path.parent)
     durable.clean(path)
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -184,20 +183,27 @@ def _write(file: Path, content: memoryview) -> None:
         os.fsync(stream.fileno())
 
 
-def _clear(path: Path, group: dist.ProcessGroup) -> None:
-    """After a failure: nothing of it is left, on any rank, if that can be; the next save tries again."""
-    with suppress(OSError, RuntimeError):  # there may be ranks that are gone
-        on_rank_0(lambda: durable.delete(durable.saving_place(path)), group=group)
+def _clear(path: Path, group: dist.ProcessGroup) -> str:
+    """After a failure, before any rank goes on: leave nothing of the save, if that can be; tells what space there was.
+
+    torch.save may call a full disk an "unexpected pos".
+    """
+
+    def clear() -> str:
+        free = shutil.disk_usage(path.parent).free
+        durable.delete(durable.saving_place(path))
+        return f" ({free / 2**20:,.1f} MiB were free there)"
+
+    try:
+        return on_rank_0(clear, group=group)
+    except (OSError, RuntimeError):  # there may be ranks that are gone; the next save clears it
+        return ""
 
 
 def _failed(path: Path, error: BaseException, group: dist.ProcessGroup) -> RuntimeError:
-    """Clear what there is of a save, and tell why it failed."""
-    # torch.save tells a full disk as "unexpected pos".
-    free = shutil.disk_usage(path.parent).free
-    _clear(path, group)
     if isinstance(error, CheckpointException):
         failures = sorted(error.failures.items())
         reason = "; ".join(f"{type(e).__name__} on rank {rank}: {e}" for rank, (e, _) in failures)
     else:
         reason = f"{type(error).__name__}: {error}"
-    return RuntimeError(f"the checkpoint {path} was not saved ({free / 2**20:,.1f} MiB were free there): {reason}")
+    return RuntimeError(f"the checkpoint {path} was not saved{_clear(path, group)}: {reason}")
