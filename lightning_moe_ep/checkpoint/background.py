@@ -82,6 +82,9 @@ class Saver:
     def start(self) -> None:
         """From now on, `step` is called at every step, until `finish`."""
         self._is_training = True
+        if self._meanwhile:
+            # Now, and not at the first save: ranks that make a group wait long for one that has died.
+            self._own_group()
 
     def finish(self, host_group: dist.ProcessGroup) -> None:
         """The training is over: wait for its last save.
