@@ -347,7 +347,8 @@ class MoEEPStrategy(ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._saver.remove(Path(filepath))
+        if self.is_global_zero:
+            self._saver.remove(Path(filepath))
 
     @override
     def on_train_start(self) -> None:

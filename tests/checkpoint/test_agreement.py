@@ -22,7 +22,7 @@ def _outcomes() -> list[object]:
     rank = dist.get_rank()
 
     def told(action: object) -> str:
-        with pytest.raises(Exception) as error:  # noqa: PT011  (whichever it is)
+        with pytest.raises(Exception) as error:
             action()  # type: ignore[operator]
         return f"{type(error.value).__name__}: {error.value}"
 

@@ -17,6 +17,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_moe_ep.checkpoint import durable, saving
@@ -159,6 +160,27 @@ def test_what_was_set_aside_is_found(ranks: RankPool, tmp_path: Path, at: Any, b
     assert [outcome.global_step for outcome in outcomes] == [3] * at.world
     for name, right in straight[0].weights.items():
         torch.testing.assert_close(outcomes[0].weights[name], right)
+
+
+def _goes_on_by_itself(folder: str) -> int:
+    """On a rank: a fit that is not told of the checkpoint that an exception left; where it begins."""
+
+    class First(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            steps.append(trainer.global_step)
+
+    steps: list[int] = []
+    with messages():
+        callbacks = [First(), OnExceptionCheckpoint(folder)]
+        make_trainer(Run(EP2, max_steps=3, options={"callbacks": callbacks, "enable_checkpointing": True})).fit(
+            Module()
+        )
+    return steps[0]
+
+
+def test_what_an_exception_left_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    on(ranks, Run(EP2, max_steps=2, save=str(tmp_path / ".on_exception.ckpt.old")))
+    assert ranks.run(_goes_on_by_itself, str(tmp_path), world=2) == [2, 2]
 
 
 @forms
