@@ -83,8 +83,9 @@ class MoEEPStrategy(ModelParallelStrategy):
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             save_distributed_checkpoint: Save a folder that all ranks write, instead of one file with whole tensors.
-            async_save: Copy what is saved to memory of the host, and write it while training goes on. One save is on
-                its way at most; its failure is raised at the next step, or at the end of the training.
+            async_save: Copy what is saved to memory of the host, and write it while training goes on. A failure is
+                raised at the next step, or at the end. A second save waits for the first: let ModelCheckpoint have
+                `save_last="link"`, as `save_last=True` saves twice.
             process_group_backend: The backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
             timeout: How long a collective may take.
 
@@ -348,7 +349,8 @@ class MoEEPStrategy(ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._saver.remove(Path(filepath))
+        if self.is_global_zero:
+            self._saver.remove(Path(filepath))
 
     @override
     def on_train_start(self) -> None:

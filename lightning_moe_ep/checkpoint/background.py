@@ -36,7 +36,7 @@ from lightning_moe_ep.checkpoint.training import full_model_state, full_optimize
 
 
 class Saver:
-    """What a strategy saves with; every rank calls its methods, in the same order."""
+    """What a strategy saves with; every rank calls its methods, in the same order, but for `remove`."""
 
     def __init__(self, *, folders: bool, meanwhile: bool, timeout: timedelta | None) -> None:
         """
@@ -82,6 +82,9 @@ class Saver:
     def start(self) -> None:
         """From now on, `step` is called at every step, until `finish`."""
         self._is_training = True
+        if self._meanwhile:
+            # Now, and not at the first save: ranks that make a group wait long for one that has died.
+            self._own_group()
 
     def finish(self, host_group: dist.ProcessGroup) -> None:
         """The training is over: wait for its last save.
@@ -134,9 +137,8 @@ class Saver:
         self._running = [self._thread.submit(folder.write, self._own_group())]
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, once the save that is on its way has succeeded."""
-        if dist.get_rank() == 0:
-            self._after_save(lambda: _discard(path))
+        """Remove a checkpoint, once the save that is on its way has succeeded; only rank 0 calls this."""
+        self._after_save(lambda: _discard(path))
 
     def step(self, host_group: dist.ProcessGroup) -> None:
         """See what became of the save on its way; ranks exchange two numbers, or nothing if there is none.

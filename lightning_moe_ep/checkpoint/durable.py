@@ -28,6 +28,14 @@ def saving_place(path: Path) -> Path:
     return path.with_name(f".{path.name}.saving")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, if they are not there."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
+
+
 def seal(folder: Path) -> None:
     """Say that a folder is complete: its files, which are on the disk already, get listed in its marker."""
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ class FolderSave:
         token = on_rank_0(lambda: _make_folder(path, size), group=group)
         seen = on_every_rank(lambda: _sees(saving / TOKEN, token), group=group)
         if not all(seen):
-            _clear(path)
+            _clear(path, group)
             blind = [rank for rank, sees in enumerate(seen) if not sees]
             raise RuntimeError(
                 f"rank(s) {blind} do not see what rank 0 wrote to {saving}: a checkpoint in the folder form needs a"
@@ -90,8 +89,7 @@ class FolderSave:
             save(self.state, storage_writer=writer, process_group=group)
             on_rank_0(self._finish, group=group)
         except (Exception, CheckpointException) as error:
-            _clear(self.path)
-            raise RuntimeError(f"the checkpoint {self.path} was not saved: {_reason(error)}") from error
+            raise _failed(self.path, error, group) from error
 
     def _finish(self) -> None:
         saving = durable.saving_place(self.path)
@@ -110,12 +108,11 @@ def save_file(path: Path, checkpoint: dict[str, Any], group: dist.ProcessGroup) 
         group: all ranks, for CPU tensors.
 
     Raises:
-        RuntimeError: that failed; on every rank, with what was there before as it was.
+        OSError: there is not enough space; on every rank.
+        RuntimeError: writing it failed; on every rank, with what was there before as it was.
     """
 
     def write() -> None:
-        tensors = tensors_of([checkpoint.get("state_dict"), checkpoint.get("optimizer_states")])
-        _make_room(path, sum(tensor.nbytes + OVERHEAD for tensor in tensors))
         saving = durable.saving_place(path)
         with saving.open("wb") as file:
             torch.save(checkpoint, file)
@@ -123,11 +120,12 @@ def save_file(path: Path, checkpoint: dict[str, Any], group: dist.ProcessGroup) 
             os.fsync(file.fileno())
         durable.put_in_place(saving, path)
 
+    tensors = tensors_of([checkpoint.get("state_dict"), checkpoint.get("optimizer_states")])
+    on_rank_0(lambda: _make_room(path, sum(tensor.nbytes + OVERHEAD for tensor in tensors)), group=group)
     try:
         on_rank_0(write, group=group)
     except Exception as error:
-        _clear(path)
-        raise RuntimeError(f"the checkpoint {path} was not saved: {_reason(error)}") from error
+        raise _failed(path, error, group) from error
 
 
 def _make_folder(path: Path, size: int) -> str:
@@ -142,7 +140,7 @@ def _make_folder(path: Path, size: int) -> str:
 
 def _make_room(path: Path, size: int) -> None:
     """See that there are `size` bytes for a new checkpoint beside `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(path.parent)
     durable.clean(path)
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -185,14 +183,27 @@ def _write(file: Path, content: memoryview) -> None:
         os.fsync(stream.fileno())
 
 
-def _clear(path: Path) -> None:
-    """After a failure: nothing of it is left, if that can be; the next save tries again."""
-    if dist.get_rank() == 0:
-        with suppress(OSError):
-            durable.delete(durable.saving_place(path))
+def _clear(path: Path, group: dist.ProcessGroup) -> str:
+    """After a failure, before any rank goes on: leave nothing of the save, if that can be; tells what space there was.
+
+    torch.save may call a full disk an "unexpected pos".
+    """
+
+    def clear() -> str:
+        free = shutil.disk_usage(path.parent).free
+        durable.delete(durable.saving_place(path))
+        return f" ({free / 2**20:,.1f} MiB were free there)"
+
+    try:
+        return on_rank_0(clear, group=group)
+    except (OSError, RuntimeError):  # there may be ranks that are gone; the next save clears it
+        return ""
 
 
-def _reason(error: BaseException) -> str:
+def _failed(path: Path, error: BaseException, group: dist.ProcessGroup) -> RuntimeError:
     if isinstance(error, CheckpointException):
-        return "; ".join(f"{type(e).__name__} on rank {rank}: {e}" for rank, (e, _) in sorted(error.failures.items()))
-    return f"{type(error).__name__}: {error}"
+        failures = sorted(error.failures.items())
+        reason = "; ".join(f"{type(e).__name__} on rank {rank}: {e}" for rank, (e, _) in failures)
+    else:
+        reason = f"{type(error).__name__}: {error}"
+    return RuntimeError(f"the checkpoint {path} was not saved{_clear(path, group)}: {reason}")

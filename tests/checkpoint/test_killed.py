@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import time
 from datetime import timedelta
@@ -26,15 +27,13 @@ FOR_EVER = 10_000
 
 
 class Tell(L.Callback):
-    """Says through a pipe when the first step begins, and which it is."""
+    """Says through a pipe when a step begins, and which it is."""
 
     def __init__(self, pipe: Connection) -> None:
-        self.pipe: Connection | None = pipe
+        self.pipe = pipe
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.pipe:
-            self.pipe.send(trainer.global_step)
-            self.pipe = None
+        self.pipe.send(trainer.global_step)
 
 
 def train(
@@ -52,6 +51,7 @@ def train(
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=20)
     )
+    faulthandler.dump_traceback_later(25)  # a rank that hangs shows where
     L.seed_everything(7, verbose=False)
     keeps = {"dirpath": str(folder), "filename": "{step}", "monitor": "step", "mode": "max", "save_top_k": 2}
     of = Run(
@@ -108,10 +108,14 @@ def run_and_kill(tmp_path: Path, form: str, strategy: dict[str, Any], save_last:
         ]
         theirs.close()
         try:
-            if not told.poll(30):
-                raise AssertionError(f"did not begin: {[pipe.recv() for _, pipe in ranks if pipe.poll(1)]}")
-            assert told.recv() == goes_on_at
-            time.sleep(draw.uniform(0.0, 0.5))
+            # Killed at any moment of the first to third step and the save after it, however long these take here.
+            moments = []
+            for _ in range(draw.randint(2, 4)):
+                if not told.poll(30):
+                    raise AssertionError(f"does not go on: {[pipe.recv() for _, pipe in ranks if pipe.poll(1)]}")
+                moments.append((told.recv(), time.monotonic()))
+            assert moments[0][0] == goes_on_at
+            time.sleep(draw.uniform(0.0, moments[-1][1] - moments[-2][1]))
             for victim in victims:
                 ranks[victim][0].kill()
             for rank, (process, pipe) in enumerate(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_a_save_replaces_what_was_there(ranks: RankPool, tmp_path: Path, form: s
     path = tmp_path / "again.ckpt"
     on(ranks, Run(EP4, "folder", max_steps=1, save=str(path)))
     assert len(list(path.glob("*.distcp"))) == 4
+    listed = json.loads((path / "complete.json").read_text())["files"]
+    assert listed == {file.name: file.stat().st_size for file in path.iterdir() if file.name != "complete.json"}
+    assert {".metadata", "meta.pt", "__0_0.distcp"} < set(listed)
     on(ranks, Run(EP2, form, max_steps=2, save=str(path)))
     assert path.is_dir() == FORMS[form]
     if path.is_dir():
