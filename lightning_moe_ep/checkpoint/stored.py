@@ -1,0 +1,313 @@
+"""A Trainer's checkpoint of either form, opened in one process without reading its tensors.
+
+What comes out has the structure of Lightning's checkpoint, with a `Stored` in place of each tensor, which reads as many
+of its rows as one asks for. It is the one place that knows how torch's distributed checkpoint (DCP) lays out a file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Private; read at lightning 2.6.6. A test fails when it moves.
+from lightning.fabric.utilities.load import _METADATA_FILENAME as META
+from torch import Tensor
+
+# Private; read at torch 2.13.0. A test fails when it moves.
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+
+class NotACheckpointError(ValueError):
+    """The path is no Trainer's checkpoint."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint lacks files, or parts of them."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is somewhere else, and read by its rows (those of the first dimension)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor] = field(repr=False)
+    """From the first row and the one after the last to a tensor of them in memory of its own; without a first
+    dimension all is one row."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> Tensor:
+        return self.read(0, self.num_rows)
+
+    def spans(self, max_bytes: float) -> Iterator[tuple[int, int]]:
+        """The rows in pieces of at most so many bytes, but at least one row."""
+        step = max(1, int(min(max_bytes // max(1, self.nbytes // max(1, self.num_rows)), self.num_rows)))
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """A tensor that is in memory already, or mapped."""
+        return cls(tensor.shape, tensor.dtype, lambda start, stop: _rows(tensor, start, stop).clone())
+
+    @classmethod
+    def of_rows(cls, shape: torch.Size, dtype: torch.dtype, parts: Sequence[tuple[Stored, int, int]]) -> Stored:
+        """Rows of others, put together in order.
+
+        Args:
+            shape: of the whole; its elements are those of the parts, whatever the parts' own shapes.
+            dtype: of all parts.
+            parts: where they come from: from which row to which.
+        """
+        sizes = [(stop - start) * math.prod(part.shape[1:]) for part, start, stop in parts]
+        if len(parts) == 1 and math.prod(shape) == sizes[0] and len(shape) != len(parts[0][0].shape):
+            ((part, first, last),) = parts  # one row of a stack is a tensor of its own
+
+            def read_row(start: int, stop: int) -> Tensor:
+                return _rows(part.read(first, last).view(shape), start, stop)
+
+            return cls(shape, dtype, read_row)
+        ends = list(accumulate(stop - start for _, start, stop in parts))
+
+        def read(start: int, stop: int) -> Tensor:
+            found = []
+            number = bisect_right(ends, start)
+            while start < stop:
+                part, first, last = parts[number]
+                offset = first + start - (ends[number] - (last - first))
+                count = min(stop - start, last - offset)
+                found.append(part.read(offset, offset + count))
+                start, number = start + count, number + 1
+            return torch.cat(found) if len(found) != 1 else found[0]
+
+        return cls(shape, dtype, read)
+
+
+def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop] if tensor.ndim else tensor
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What a Trainer saved."""
+
+    path: Path
+
+    is_folder: bool
+
+    weights: dict[str, Any]
+    """The state dict: a `Stored`, or what is no tensor. In a folder it has the names of the parallel model, in a file
+    those of the plain model."""
+
+    optimizers: list[dict[str, Any]]
+    """`state` and `param_groups` of each; a folder has names of parameters where a file has numbers."""
+
+    rest: dict[str, Any]
+    """All other keys."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What our strategy notes of the model and the layout; `{}` if another one saved."""
+        return self.rest.get("moe_ep", {})
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """Those of the weights."""
+        return {name: value for name, value in self.weights.items() if isinstance(value, Stored)}
+
+
+def open_checkpoint(path: Path) -> StoredCheckpoint:
+    """Open a checkpoint of either form.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        NotACheckpointError: it is something else.
+        DamagedError: files are missing or too short.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"the checkpoint {path} does not exist")
+    # What hyperparameters often hold.
+    with torch.serialization.safe_globals([type(Path())]):
+        return _open_folder(path) if path.is_dir() else _open_file(path)
+
+
+def _open_file(path: Path) -> StoredCheckpoint:
+    try:
+        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise NotACheckpointError(f"{path} is not a file that torch.save wrote, or it is cut off: {error}") from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        keys = list(checkpoint)[:5] if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: it has no state_dict, but {keys}")
+    checkpoint = dict(checkpoint)
+    weights = _stored(dict(checkpoint.pop("state_dict")))
+    optimizers = [_stored(state) for state in checkpoint.pop("optimizer_states", [])]
+    return StoredCheckpoint(path, False, weights, optimizers, checkpoint)
+
+
+def _stored(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return Stored.of(tree.detach())
+    if isinstance(tree, dict):
+        return {key: _stored(value) for key, value in tree.items()}
+    return [_stored(value) for value in tree] if isinstance(tree, list) else tree
+
+
+# The folder form.
+
+
+@dataclass(frozen=True)
+class Item:
+    """Where DCP put one piece of a tensor, or an object: a file that torch.save wrote, within a larger one."""
+
+    file: Path
+    offset: int
+    """Bytes, of the inner file."""
+    length: int
+    """Bytes, of the inner file."""
+
+    def load(self) -> Any:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return torch.load(io.BytesIO(file.read(self.length)), map_location="cpu", weights_only=True)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows of the piece, without reading the others."""
+        with self.file.open("rb") as file:
+            # In this mode torch.load reads no data, and notes where they are (torch 2.13).
+            with FakeTensorMode():
+                layout = torch.load(_Part(file, self.offset, self.length), map_location="cpu", weights_only=True)
+            if not layout.is_contiguous():
+                return _rows(self.load(), start, stop).clone()
+            row = math.prod(layout.shape[1:])
+            begin = layout.untyped_storage()._checkpoint_offset
+            begin += (layout.storage_offset() + start * row) * layout.dtype.itemsize
+            shape = (stop - start, *layout.shape[1:]) if layout.ndim else ()
+            rows = torch.empty(shape, dtype=layout.dtype)
+            if rows.numel():
+                file.seek(self.offset + begin)
+                if file.readinto(memoryview(rows.reshape(-1).view(torch.uint8).numpy())) != rows.nbytes:
+                    raise DamagedError(f"{self.file} is too short")
+            return rows
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._position = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._offset + self._position)
+        read = self._file.readinto(memoryview(buffer)[:count])
+        self._position += read
+        return read
+
+
+def _open_folder(path: Path) -> StoredCheckpoint:
+    if not (path / META).is_file() or not (path / ".metadata").is_file():
+        raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: a folder without {META} or .metadata")
+    metadata = FileSystemReader(path).read_metadata()
+    items = {
+        index: Item(path / info.relative_path, info.offset, info.length)
+        for index, info in metadata.storage_data.items()
+    }
+    _check_sizes(path, items.values())
+    tree: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        keys = metadata.planner_data[name] if metadata.planner_data else (name,)
+        value = (
+            _tensor(name, entry, items)
+            if isinstance(entry, TensorStorageMetadata)
+            else items[MetadataIndex(name)].load()
+        )
+        _put(tree, keys, value)
+    weights = tree.pop("state_dict", {})
+    optimizers = [_listed(tree.pop(f"optimizer_{n}")) for n in range(len(tree)) if f"optimizer_{n}" in tree]
+    rest = torch.load(path / META, map_location="cpu", weights_only=True)
+    return StoredCheckpoint(path, True, weights, optimizers, rest)
+
+
+def _check_sizes(path: Path, items: Iterable[Item]) -> None:
+    needed: dict[Path, int] = {}
+    for item in items:
+        needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
+    problems = []
+    for file, size in sorted(needed.items()):
+        if not file.exists():
+            problems.append(f"{file.name} is missing")
+        elif (found := file.stat().st_size) < size:
+            problems.append(f"{file.name} has {found:,} bytes of {size:,}")
+    if problems:
+        raise DamagedError(f"{path} is not complete: {'; '.join(problems)}")
+
+
+def _tensor(name: str, entry: TensorStorageMetadata, items: dict[MetadataIndex, Item]) -> Stored:
+    pieces = []
+    for chunk in entry.chunks:
+        found = items.get(MetadataIndex(name, chunk.offsets))
+        if found is None:
+            raise DamagedError(f"the metadata have no place for {name} at {list(chunk.offsets)}")
+        pieces.append((list(chunk.offsets), list(chunk.sizes), found))
+    pieces.sort(key=lambda piece: piece[0])
+    shape, dtype = entry.size, entry.properties.dtype
+
+    def read(start: int, stop: int) -> Tensor:
+        if not shape:
+            return pieces[0][2].read(0, 1)
+        rows = torch.empty(stop - start, *shape[1:], dtype=dtype)
+        for offsets, sizes, item in pieces:
+            first, last = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
+            if first < last and math.prod(sizes):
+                rest = tuple(slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
+                rows[(slice(first - start, last - start), *rest)] = item.read(first - offsets[0], last - offsets[0])
+        return rows
+
+    return Stored(shape, dtype, read)
+
+
+def _put(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = value
+
+
+def _listed(tree: Any) -> Any:
+    """Lists in place of what DCP flattened: it keeps no order of keys, and numbers where lists were."""
+    groups = tree.get("param_groups", {})
+    return {
+        "state": tree.get("state", {}),
+        "param_groups": [groups[n] for n in sorted(groups)] if isinstance(groups, dict) else groups,
+    }
