@@ -87,10 +87,10 @@ def plan_groups(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> li
         if not of:
             raise NotImplementedError(f"{target}, on disk, is made of no weight of {type(model).__name__}")
         joined = {id(groups[name]): groups[name] for name in sorted(of & groups.keys(), key=order.__getitem__)}
-        group = (of.union(*(g[0] for g in joined.values())), [*(n for g in joined.values() for n in g[1]), target])
-        groups.update(dict.fromkeys(group[0], group))
+        both = (of.union(*(g[0] for g in joined.values())), [*(n for g in joined.values() for n in g[1]), target])
+        groups.update(dict.fromkeys(both[0], both))
     found = []
-    for of, made in {id(group): group for group in groups.values()}.values():
+    for of, made in {id(both): both for both in groups.values()}.values():
         mine = {name: sources[name] for name in sorted(of, key=order.__getitem__)}
         group = Group(mine, {name: targets[name] for name in made}, 0)
         rows = {tensor.shape[0] if name in stacked else 0 for name, tensor in group.sources.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from lightning_moe_ep.checkpoint.names import Converted, converted_modules
+from lightning_moe_ep.checkpoint.pieces import describe_pieces, to_plain
 from lightning_moe_ep.checkpoint.stored import Stored, StoredCheckpoint
 from lightning_moe_ep.experts import NoExpertsError, SpreadExperts, find_experts, mark_spread
-
-Place = tuple[str, int, int]
-"""A tensor of the parallel model, the first row and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def _guess_prefix(checkpoint: StoredCheckpoint) -> str:
     return f"{first.pop()}."
 
 
-def spread_on_meta(model: nn.Module) -> None:
+def _spread(model: nn.Module) -> None:
     """Give a plain model, on the meta device, the parameters that it has once it is parallel, at ep 1."""
     try:
         experts = find_experts(model)
@@ -116,79 +113,6 @@ def spread_on_meta(model: nn.Module) -> None:
         found.adapter.prepare()
         spread = SpreadExperts(found.name, found.adapter, number, 1, 0, MixedPrecisionPolicy(), by_fsdp=True)
         mark_spread(found.module, spread)
-
-
-def places(experts: Converted) -> dict[str, list[Place]] | None:
-    """For each piece of the plain model, by its name in the module, the rows of our parameters that it is made of.
-
-    None: the adapter does more than moving rows.
-    """
-    if not all(experts.shapes.values()):
-        return None
-    numbers: dict[str, Any] = {}
-    owners: list[tuple[str, int]] = []
-    for name, shape in experts.shapes.items():
-        numbers[name] = torch.arange(shape[0]) + len(owners)
-        owners += [(name, row) for row in range(shape[0])]
-    row_shapes = {name: shape[1:] for name, shape in experts.shapes.items()}
-    found: dict[str, list[Place]] = {}
-    try:
-        pieces = experts.adapter.to_file(dict(numbers))
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return None
-    for piece, ids in pieces.items():
-        rows = [owners[int(number)] for number in ids.flatten()]
-        leading = experts.file_shapes[piece][: ids.ndim]
-        if leading != ids.shape or any(row_shapes[name] != experts.file_shapes[piece][ids.ndim :] for name, _ in rows):
-            return None
-        found[piece] = _runs(rows)
-    return found
-
-
-def _runs(rows: Iterable[tuple[str, int]]) -> list[Place]:
-    runs: list[Place] = []
-    for name, row in rows:
-        if runs and runs[-1][0] == name and runs[-1][2] == row:
-            runs[-1] = (name, runs[-1][1], row + 1)
-        else:
-            runs.append((name, row, row + 1))
-    return runs
-
-
-def to_plain_rows(experts: Iterable[Converted], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """From tensors by the parallel model's names to the plain model's; those of no converted module stay.
-
-    Args:
-        experts: the converted modules, with names as `tensors` has them.
-        tensors: parameters, or what an optimizer keeps in their shape.
-    """
-    result = dict(tensors)
-    for module in experts:
-        mine = {name: result.pop(f"{module.prefix}{name}", None) for name in module.parameters}
-        found = {name: value for name, value in mine.items() if value is not None}
-        if len(found) < len(mine):
-            result.update({f"{module.prefix}{name}": value for name, value in found.items()})
-            continue
-        moved = places(module)
-        dtype = next(iter(found.values())).dtype
-        for piece, shape in module.file_shapes.items():
-            if moved is None:
-                value = Stored(shape, dtype, _converted_whole(module, found, piece))
-            else:
-                parts = [(found[name], start, stop) for name, start, stop in moved[piece]]
-                value = Stored.of_rows(shape, parts[0][0].dtype, parts)
-            result[f"{module.prefix}{piece}"] = value
-    return result
-
-
-def _converted_whole(module: Converted, mine: Mapping[str, Stored], piece: str) -> Callable[[int, int], Tensor]:
-    """For adapters that move more than rows: the module's tensors are read whole."""
-
-    def read(start: int, stop: int) -> Tensor:
-        value = module.adapter.to_file({name: stored.whole() for name, stored in mine.items()})[piece]
-        return value[start:stop].clone() if value.ndim else value
-
-    return read
 
 
 def plain_weights(checkpoint: StoredCheckpoint, origin: Origin, plain: PreTrainedModel) -> dict[str, Stored]:
@@ -202,23 +126,25 @@ def plain_weights(checkpoint: StoredCheckpoint, origin: Origin, plain: PreTraine
     Raises:
         ValueError: the checkpoint lacks some of the model's weights, has others, or other shapes; or it has adapters.
     """
-    weights = {
-        name.removeprefix(origin.prefix): value
-        for name, value in checkpoint.tensors.items()
-        if name.startswith(origin.prefix)
-    }
+    weights = _of(origin, checkpoint.tensors)
     adapted = next((name for name in weights if ".lora_" in name or ".base_layer." in name), None)
     if adapted is not None:
         raise ValueError(
             f"{checkpoint.path} has adapters of PEFT ({adapted}); in a run that was restored from it, call"
             " save_adapter(model, folder) for the adapters, or merged_model(model) and save_pretrained for the whole"
         )
-    if checkpoint.is_folder:
+    if checkpoint.is_folder and "pieces" in checkpoint.record:
+        weights = _of(origin, to_plain(checkpoint.pieces, checkpoint.tensors))
+    elif checkpoint.is_folder:
         parallel = origin.build()
-        spread_on_meta(parallel)
-        weights = to_plain_rows(converted_modules(parallel), weights)
+        _spread(parallel)
+        weights = to_plain(describe_pieces(parallel), weights)
     check_weights(weights, dict(plain.state_dict()), source=str(checkpoint.path))
     return weights
+
+
+def _of(origin: Origin, weights: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {n.removeprefix(origin.prefix): value for n, value in weights.items() if n.startswith(origin.prefix)}
 
 
 def check_weights(weights: Mapping[str, Stored], expected: Mapping[str, Tensor], *, source: str) -> None:

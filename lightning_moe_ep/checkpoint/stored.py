@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Private; read at lightning 2.6.6. A test fails when it moves.
-from lightning.fabric.utilities.load import _METADATA_FILENAME as META
 from torch import Tensor
-
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data
+
+META = "meta.pt"
+"""Lightning's name for what is not sharded."""
 
 
 class NotACheckpointError(ValueError):
@@ -69,36 +68,42 @@ class Stored:
         return cls(tensor.shape, tensor.dtype, lambda start, stop: _rows(tensor, start, stop).clone())
 
     @classmethod
-    def of_rows(cls, shape: torch.Size, dtype: torch.dtype, parts: Sequence[tuple[Stored, int, int]]) -> Stored:
+    def zeros(cls, shape: torch.Size, dtype: torch.dtype) -> Stored:
+        """A tensor that is nowhere."""
+        return cls(shape, dtype, lambda start, stop: torch.zeros((stop - start, *shape[1:])[: len(shape)], dtype=dtype))
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[tuple[Stored, int, int]]) -> Stored:
         """Rows of others, put together in order.
 
         Args:
-            shape: of the whole; its elements are those of the parts, whatever the parts' own shapes.
-            dtype: of all parts.
             parts: where they come from: from which row to which.
         """
-        sizes = [(stop - start) * math.prod(part.shape[1:]) for part, start, stop in parts]
-        if len(parts) == 1 and math.prod(shape) == sizes[0] and len(shape) != len(parts[0][0].shape):
-            ((part, first, last),) = parts  # one row of a stack is a tensor of its own
-
-            def read_row(start: int, stop: int) -> Tensor:
-                return _rows(part.read(first, last).view(shape), start, stop)
-
-            return cls(shape, dtype, read_row)
         ends = list(accumulate(stop - start for _, start, stop in parts))
+        first = parts[0][0]
 
         def read(start: int, stop: int) -> Tensor:
-            found = []
+            found = [torch.empty(0, *first.shape[1:], dtype=first.dtype)]
             number = bisect_right(ends, start)
             while start < stop:
-                part, first, last = parts[number]
-                offset = first + start - (ends[number] - (last - first))
-                count = min(stop - start, last - offset)
+                part, _, end = parts[number]
+                offset = end - ends[number] + start
+                count = min(stop - start, end - offset)
                 found.append(part.read(offset, offset + count))
                 start, number = start + count, number + 1
-            return torch.cat(found) if len(found) != 1 else found[0]
+            return torch.cat(found) if len(found) != 2 else found[1]
 
-        return cls(shape, dtype, read)
+        return cls(torch.Size([ends[-1], *first.shape[1:]]), first.dtype, read)
+
+    def row(self, number: int) -> Stored:
+        """A row as a tensor of its own."""
+        return Stored(
+            self.shape[1:], self.dtype, lambda start, stop: _rows(self.read(number, number + 1)[0], start, stop)
+        )
+
+    def as_row(self) -> Stored:
+        """The inverse: the only row of a tensor with one dimension more."""
+        return Stored(torch.Size([1, *self.shape]), self.dtype, lambda start, stop: self.whole()[None][start:stop])
 
 
 def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -129,13 +134,22 @@ class StoredCheckpoint:
         return self.rest.get("moe_ep", {})
 
     @property
+    def pieces(self) -> dict[str, Any]:
+        """Where the plain model's tensors are in those of the parallel model, if it has them elsewhere."""
+        return self.record.get("pieces", {})
+
+    @property
     def tensors(self) -> dict[str, Stored]:
         """Those of the weights."""
         return {name: value for name, value in self.weights.items() if isinstance(value, Stored)}
 
 
-def open_checkpoint(path: Path) -> StoredCheckpoint:
+def open_checkpoint(path: Path, *, weights_only: bool | None = True) -> StoredCheckpoint:
     """Open a checkpoint of either form.
+
+    Args:
+        path: the folder or the file.
+        weights_only: as in `torch.load`, for all but the tensors.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -146,14 +160,17 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
         raise FileNotFoundError(f"the checkpoint {path} does not exist")
     # What hyperparameters often hold.
     with torch.serialization.safe_globals([type(Path())]):
-        return _open_folder(path) if path.is_dir() else _open_file(path)
+        return _open_folder(path, weights_only) if path.is_dir() else _open_file(path, weights_only)
 
 
-def _open_file(path: Path) -> StoredCheckpoint:
+def _open_file(path: Path, weights_only: bool | None) -> StoredCheckpoint:
     try:
-        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     except (RuntimeError, EOFError, OSError) as error:
-        raise NotACheckpointError(f"{path} is not a file that torch.save wrote, or it is cut off: {error}") from None
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":  # a zip file begins so
+                raise DamagedError(f"{path} is cut off or damaged: {str(error).splitlines()[0]}") from None
+        raise NotACheckpointError(f"{path} is not a file that torch.save wrote: {str(error).splitlines()[0]}") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         keys = list(checkpoint)[:5] if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: it has no state_dict, but {keys}")
@@ -192,14 +209,11 @@ class Item:
     def read(self, start: int, stop: int) -> Tensor:
         """Rows of the piece, without reading the others."""
         with self.file.open("rb") as file:
-            # In this mode torch.load reads no data, and notes where they are (torch 2.13).
-            with FakeTensorMode():
-                layout = torch.load(_Part(file, self.offset, self.length), map_location="cpu", weights_only=True)
+            layout = load_without_data(_Part(file, self.offset, self.length))
             if not layout.is_contiguous():
                 return _rows(self.load(), start, stop).clone()
             row = math.prod(layout.shape[1:])
-            begin = layout.untyped_storage()._checkpoint_offset
-            begin += (layout.storage_offset() + start * row) * layout.dtype.itemsize
+            begin = data_offset(layout) + start * row * layout.dtype.itemsize
             shape = (stop - start, *layout.shape[1:]) if layout.ndim else ()
             rows = torch.empty(shape, dtype=layout.dtype)
             if rows.numel():
@@ -236,9 +250,11 @@ class _Part(io.RawIOBase):
         return read
 
 
-def _open_folder(path: Path) -> StoredCheckpoint:
-    if not (path / META).is_file() or not (path / ".metadata").is_file():
-        raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: a folder without {META} or .metadata")
+def _open_folder(path: Path, weights_only: bool | None) -> StoredCheckpoint:
+    if missing := [name for name in (META, ".metadata") if not (path / name).is_file()]:
+        if len(missing) == 2 and not any(path.glob("*.distcp")):
+            raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: a folder without {META} and .metadata")
+        raise DamagedError(f"{path} is not complete: {' and '.join(missing)} is missing")
     metadata = FileSystemReader(path).read_metadata()
     items = {
         index: Item(path / info.relative_path, info.offset, info.length)
@@ -256,7 +272,7 @@ def _open_folder(path: Path) -> StoredCheckpoint:
         _put(tree, keys, value)
     weights = tree.pop("state_dict", {})
     optimizers = [_listed(tree.pop(f"optimizer_{n}")) for n in range(len(tree)) if f"optimizer_{n}" in tree]
-    rest = torch.load(path / META, map_location="cpu", weights_only=True)
+    rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     return StoredCheckpoint(path, True, weights, optimizers, rest)
 
 

@@ -1,0 +1,62 @@
+"""What a checkpoint says of the run that saved it: the layout, the experts, the transformers models in it.
+
+Plain types only, so that any program can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lightning_moe_ep.checkpoint.pieces import describe_optimizers, describe_pieces
+from lightning_moe_ep.experts.spread import spread_of
+from lightning_moe_ep.layout import Layout
+
+KEY = "moe_ep"
+"""Under which the record is in a checkpoint."""
+
+
+def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
+    """The record of a parallel model.
+
+    Args:
+        module: the LightningModule.
+        layout: at which it runs.
+        optimizers: the run's.
+
+    Returns:
+        `version` of this package; `layout`; `experts`, the number of experts E by the path of their module; `models`,
+        by the path of each outermost transformers model its `class` and `config`; `pieces` and `optimizers`, which
+        `lightning_moe_ep.checkpoint.pieces` describes.
+    """
+    return {
+        "version": sys.modules[__name__.partition(".")[0]].__version__,
+        "layout": {"replicate": layout.replicate, "efsdp": layout.efsdp, "ep": layout.ep},
+        "experts": {
+            path: spread.num_experts for path, part in module.named_modules() if (spread := spread_of(part)) is not None
+        },
+        "models": {
+            path: {
+                # FSDP2 puts its own class before the model's.
+                "class": next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__,
+                "config": json.loads(model.config.to_json_string(use_diff=False)),
+            }
+            for path, model in _outermost_models(module)
+        },
+        "pieces": describe_pieces(module),
+        "optimizers": describe_optimizers(module, optimizers),
+    }
+
+
+def _outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+    if isinstance(module, PreTrainedModel):
+        return [(path, module)]
+    children = module.named_children()
+    return [found for name, child in children for found in _outermost_models(child, f"{path}.{name}".lstrip("."))]
