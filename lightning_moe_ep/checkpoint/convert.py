@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
@@ -57,7 +58,7 @@ def convert_to_file(checkpoint: str | Path, path: str | Path, *, max_memory: str
     if opened.optimizers:
         whole["optimizer_states"] = [optimizer_to_file(opened.pieces, state) for state in opened.optimizers]
     if opened.record:
-        whole["moe_ep"] = {**opened.record, "optimizers": names}
+        whole["moe_ep"] = {**opened.record, "optimizers": names or opened.record.get("optimizers", [])}
     _write_file(whole, target, max_bytes=size_in_bytes(max_memory))
     return target
 
@@ -84,22 +85,27 @@ def convert_to_folder(checkpoint: str | Path, path: str | Path, *, max_memory: s
         raise ValueError(f"{checkpoint} is a folder already")
     check_free_place(target)
     names = opened.record.get("optimizers", [])
-    if len(names) != len(opened.optimizers):
+    if len(names) < len(opened.optimizers):
         raise ValueError(
             f"{checkpoint} does not say which parameters its optimizers have, as MoEEPStrategy notes it; resume a run"
             " from it with save_distributed_checkpoint=True, which saves a folder"
         )
     sharded: dict[str, Any] = {"state_dict": to_parallel(opened.pieces, opened.weights)}
-    for number, (state, of_groups) in enumerate(zip(opened.optimizers, names, strict=True)):
+    for number, (state, of_groups) in enumerate(zip(opened.optimizers, names, strict=False)):
         sharded[f"optimizer_{number}"] = optimizer_to_folder(opened.pieces, state, of_groups)
     nbytes = sum(leaf.nbytes for leaf in leaves_of(sharded) if isinstance(leaf, Stored))
-    with new_folder(target, nbytes=nbytes) as saving:
-        dcp.save(
-            _small_in_memory(sharded),
-            storage_writer=FileSystemWriter(saving, single_file_per_rank=True),
-            planner=_RowsPlanner(size_in_bytes(max_memory)),
-            no_dist=True,
-        )
+    with new_folder(target, nbytes=nbytes) as saving, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save(
+                _small_in_memory(sharded),
+                # No copies ahead of the writing: see the planner.
+                storage_writer=FileSystemWriter(saving, single_file_per_rank=True, per_thread_copy_ahead=0),
+                planner=_RowsPlanner(size_in_bytes(max_memory) // 2),
+                no_dist=True,
+            )
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
         torch.save(opened.rest, saving / META)
         files = {file.name: file.stat().st_size for file in sorted(saving.iterdir())}
         (saving / "complete.json").write_text(json.dumps({"format": 1, "files": files}))
@@ -268,6 +274,7 @@ class _RowsPlanner(DefaultSavePlanner):
         super().__init__()
         self._max_bytes = max_bytes
         self._stored: dict[str, Stored] = {}
+        self._written = torch.empty(0)
 
     @override
     def create_local_plan(self) -> SavePlan:
@@ -297,5 +304,8 @@ class _RowsPlanner(DefaultSavePlanner):
         if write_item.index.fqn not in self._stored:
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        return self._stored[write_item.index.fqn].read(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+        # torch 2.13 keeps the last piece of each tensor until the file is complete.
+        self._written.untyped_storage().resize_(0)
+        start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+        self._written = self._stored[write_item.index.fqn].read(start, start + count)
+        return self._written

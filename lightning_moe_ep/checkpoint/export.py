@@ -186,7 +186,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise OSError(f"{folder} has {free / 2**30:.1f} GiB free, but {nbytes / 2**30:.1f} GiB are needed")
+        raise OSError(f"{folder} has {free / 2**20:,.1f} MiB free, but {nbytes / 2**20:,.1f} MiB are needed")
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -206,21 +206,27 @@ class Item:
             file.seek(self.offset)
             return torch.load(io.BytesIO(file.read(self.length)), map_location="cpu", weights_only=True)
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows of the piece, without reading the others."""
+    def read_into(self, target: Tensor, start: int) -> None:
+        """Read rows of the piece, from `start` on, without reading the others.
+
+        Args:
+            target: what is filled; its first dimension counts rows.
+            start: the first row.
+        """
+        if not target.numel():
+            return
         with self.file.open("rb") as file:
             layout = load_without_data(_Part(file, self.offset, self.length))
             if not layout.is_contiguous():
-                return _rows(self.load(), start, stop).clone()
-            row = math.prod(layout.shape[1:])
-            begin = data_offset(layout) + start * row * layout.dtype.itemsize
-            shape = (stop - start, *layout.shape[1:]) if layout.ndim else ()
-            rows = torch.empty(shape, dtype=layout.dtype)
-            if rows.numel():
-                file.seek(self.offset + begin)
-                if file.readinto(memoryview(rows.reshape(-1).view(torch.uint8).numpy())) != rows.nbytes:
-                    raise DamagedError(f"{self.file} is too short")
-            return rows
+                target.copy_(_rows(self.load(), start, start + len(target) if target.ndim else 1))
+                return
+            rows = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            row = math.prod(layout.shape[1:]) * layout.dtype.itemsize
+            file.seek(self.offset + data_offset(layout) + start * row)
+            if file.readinto(memoryview(rows.view(-1).view(torch.uint8).numpy())) != rows.nbytes:
+                raise DamagedError(f"{self.file} is too short")
+            if rows is not target:
+                target.copy_(rows)
 
 
 class _Part(io.RawIOBase):
@@ -301,14 +307,15 @@ def _tensor(name: str, entry: TensorStorageMetadata, items: dict[MetadataIndex, 
     shape, dtype = entry.size, entry.properties.dtype
 
     def read(start: int, stop: int) -> Tensor:
+        rows = torch.empty((stop - start, *shape[1:])[: len(shape)], dtype=dtype)
         if not shape:
-            return pieces[0][2].read(0, 1)
-        rows = torch.empty(stop - start, *shape[1:], dtype=dtype)
+            pieces[0][2].read_into(rows, 0)
+            return rows
         for offsets, sizes, item in pieces:
             first, last = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
-            if first < last and math.prod(sizes):
+            if first < last:
                 rest = tuple(slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
-                rows[(slice(first - start, last - start), *rest)] = item.read(first - offsets[0], last - offsets[0])
+                item.read_into(rows[(slice(first - start, last - start), *rest)], first - offsets[0])
         return rows
 
     return Stored(shape, dtype, read)

@@ -1,7 +1,7 @@
 """The `lightning-moe-ep` command: LightningCLI for any LightningModule and LightningDataModule.
 
-`fit`, `validate`, `test` and `predict` are LightningCLI's own, `export` and `inspect` are in `commands`. After `fit` it says what was reached, beside what a
-bigram model of the same data reaches, and what to type next.
+`fit`, `validate`, `test` and `predict` are LightningCLI's own, `export` and `inspect` are in `commands`. After `fit` it
+says what was reached, beside what a bigram model of the same data reaches, and what to type next.
 """
 
 from __future__ import annotations
