@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,12 +157,20 @@ def open_checkpoint(path: Path, *, weights_only: bool | None = True) -> StoredCh
         FileNotFoundError: there is nothing.
         NotACheckpointError: it is something else.
         DamagedError: files are missing or too short.
+        ValueError: `weights_only`, but there is more than plain values.
     """
     if not path.exists():
         raise FileNotFoundError(f"the checkpoint {path} does not exist")
     # What hyperparameters often hold.
     with torch.serialization.safe_globals([type(Path())]):
-        return _open_folder(path, weights_only) if path.is_dir() else _open_file(path, weights_only)
+        try:
+            return _open_folder(path, weights_only) if path.is_dir() else _open_file(path, weights_only)
+        except pickle.UnpicklingError as error:
+            reason = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise ValueError(
+                f"{path} holds more than plain values: {reason[1] if reason else error}; if you trust it, admit that in"
+                " Python with torch.serialization.add_safe_globals, and do there what the command does"
+            ) from None
 
 
 def _open_file(path: Path, weights_only: bool | None) -> StoredCheckpoint:
