@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lightning_moe_ep.checkpoint.stored import Stored
@@ -76,23 +75,18 @@ def plan_groups(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> li
         state.pop(name, None)
     names = list(remove_tied_weights_from_state_dict(dict(state), model))
     sources = {name: torch.empty(state[name].shape, dtype=dtypes[name], device="meta") for name in names}
-    with _Tracer(sources) as tracer:
+    with _noted_conversions() as noted:
         targets = revert_weight_conversion(model, dict(sources))
-    stacked = _stacked(model)
-    order = {name: number for number, name in enumerate(names)}
-    groups: dict[str, tuple[set[str], list[str]]] = {}
-    """By each of the sources."""
+    names_of = {id(tensor): name for name, tensor in sources.items()}
+    taken = {id(made): takes for takes, makes in noted for made in makes}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for target, tensor in targets.items():
-        of = tracer.sources_of(tensor)
-        if not of:
-            raise NotImplementedError(f"{target}, on disk, is made of no weight of {type(model).__name__}")
-        joined = {id(groups[name]): groups[name] for name in sorted(of & groups.keys(), key=order.__getitem__)}
-        both = (of.union(*(g[0] for g in joined.values())), [*(n for g in joined.values() for n in g[1]), target])
-        groups.update(dict.fromkeys(both[0], both))
+        of = tuple(names_of[id(source)] for source in taken.get(id(tensor), [tensor]))
+        groups.setdefault(of, []).append(target)
+    stacked = _stacked(model)
     found = []
-    for of, made in {id(both): both for both in groups.values()}.values():
-        mine = {name: sources[name] for name in sorted(of, key=order.__getitem__)}
-        group = Group(mine, {name: targets[name] for name in made}, 0)
+    for of, made in groups.items():
+        group = Group({name: sources[name] for name in of}, {name: targets[name] for name in made}, 0)
         rows = {tensor.shape[0] if name in stacked else 0 for name, tensor in group.sources.items()}
         if not group.is_as_it_is and len(rows) == 1 and (count := rows.pop()) > 1:
             group = _by_rows(model, group, count)
@@ -114,24 +108,26 @@ def _stacked(model: nn.Module) -> set[str]:
     }
 
 
-class _Tracer(TorchFunctionMode):
-    """Notes which tensors a tensor is made of, through whatever torch does to them."""
+@contextmanager
+def _noted_conversions() -> Iterator[list[tuple[list[Tensor], list[Tensor]]]]:
+    """Inside, for each conversion of tensors that belong together: what it takes, and what it makes.
 
-    def __init__(self, sources: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._of = {id(tensor): {name} for name, tensor in sources.items()}
-        self._kept: list[Any] = []  # so that no other tensor gets the id of one that is gone
+    transformers 5.24 does not tell, and some need all of theirs at a time though each result is made of one.
+    """
+    noted = []
+    convert = WeightConverter.convert
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if made := [tensor for tensor in tensors_of(result) if id(tensor) not in self._of]:
-            of = set().union(*(self.sources_of(tensor) for tensor in tensors_of((args, kwargs))))
-            self._of.update((id(tensor), of) for tensor in made)
-            self._kept.append(result)
-        return result
+    def noting(self: WeightConverter, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        takes = [tensor for tensors in self.collected_tensors.values() for tensor in tensors]
+        made = convert(self, *args, **kwargs)
+        noted.append((takes, tensors_of(list(made.values()))))
+        return made
 
-    def sources_of(self, tensor: Tensor) -> set[str]:
-        return self._of.get(id(tensor), set())
+    WeightConverter.convert = noting
+    try:
+        yield noted
+    finally:
+        WeightConverter.convert = convert
 
 
 def _by_rows(model: PreTrainedModel, group: Group, rows: int) -> Group:
