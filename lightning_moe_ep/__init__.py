@@ -7,6 +7,7 @@ from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallbac
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
 from lightning_moe_ep.checkpoint.export import export_to_hugging_face
+from lightning_moe_ep.checkpoint.export_callback import HuggingFaceExport
 from lightning_moe_ep.checkpoint.opening import open_folders
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
@@ -37,6 +38,7 @@ __all__ = [
     "ExpertGradientCallback",
     "ExpertsAdapter",
     "GroupedExperts",
+    "HuggingFaceExport",
     "Layout",
     "Meshes",
     "MoEEPStrategy",

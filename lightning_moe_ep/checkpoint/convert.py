@@ -238,7 +238,7 @@ def _gathered(
 # Files.
 
 
-def _write_file(tree: dict[str, Any], path: Path, *, max_bytes: float) -> None:
+def _write_file(tree: dict[str, Any], path: Path, *, max_bytes: int) -> None:
     """Write what `torch.save` would, with a `Stored` in place of each tensor."""
     tree = map_leaves(lambda leaf: Stored.of(leaf.detach().cpu()) if isinstance(leaf, Tensor) else leaf, tree)
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Stored)]

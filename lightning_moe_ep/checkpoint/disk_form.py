@@ -160,7 +160,7 @@ def _apart(name: str, other: str) -> int | None:
 
 
 def convert(
-    model: PreTrainedModel, group: Group, read: Callable[[str, int, int], Tensor], *, max_bytes: float
+    model: PreTrainedModel, group: Group, read: Callable[[str, int, int], Tensor], *, max_bytes: int
 ) -> Iterator[Rows]:
     """The group's values on disk, piece by piece.
 
@@ -174,7 +174,7 @@ def convert(
         ((source, tensor),) = group.sources.items()
         (target,) = group.targets
         stored = Stored(tensor.shape, tensor.dtype, partial(read, source))
-        for start, stop in stored.spans(max_bytes / 2):  # the read may need as much once more, for another dtype
+        for start, stop in stored.spans(max_bytes // 2):  # the read may need as much once more, for another dtype
             yield Rows(target, start, stored.read(start, stop))
         return
     if not group.rows:
@@ -183,7 +183,7 @@ def convert(
             yield Rows(name, 0, value)
         return
     # Sources, a conversion's steps and its result.
-    step = max(1, min(group.rows, int(max_bytes / 4 // (group.nbytes / group.rows))))
+    step = max(1, min(group.rows, max_bytes // 4 // max(1, group.nbytes // group.rows)))
     names = list(group.targets)
     for start in range(0, group.rows, step):
         count = min(step, group.rows - start)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_moe_ep.checkpoint.disk_form import Group, convert, plan_groups
 from lightning_moe_ep.checkpoint.rebuilt import origin_of, plain_weights
@@ -75,6 +75,9 @@ def export_to_hugging_face(
     dtypes = target_dtypes(plain, {name: stored.dtype for name, stored in weights.items()}, cast)
     groups = plan_groups(plain, dtypes)
     source = tokenizer_folder(opened.rest) if tokenizer is None else Path(tokenizer)
+    pretrained = (opened.rest.get("hyper_parameters") or {}).get("pretrained")
+    if plain.can_generate() and pretrained is not None and (Path(pretrained) / "generation_config.json").is_file():
+        plain.generation_config = GenerationConfig.from_pretrained(str(pretrained))
     if tokenizer is not None and not (source and source.is_dir()):
         raise FileNotFoundError(f"tokenizer={str(tokenizer)!r} is not a folder")
 

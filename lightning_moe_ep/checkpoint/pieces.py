@@ -90,6 +90,15 @@ def to_parallel(pieces: Pieces, weights: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def sources_of_pieces(pieces: Pieces) -> dict[str, list[str]]:
+    """By the names of the plain model's tensors that are elsewhere in the parallel model: what they are made of."""
+    return {
+        module.prefix + piece: [module.prefix + source for source in module.sources(piece)]
+        for module in modules(pieces)
+        for piece in module.pieces
+    }
+
+
 def modules(pieces: Pieces) -> Iterator[Module]:
     """
     Raises:

@@ -6,9 +6,10 @@ out, wherever they are.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lightning_moe_ep.checkpoint.pieces import describe_pieces, to_plain
@@ -54,6 +55,15 @@ class Origin:
                     " (load_from_checkpoint) and call save_pretrained"
                 )
             return kind(self.config)
+
+
+def plain_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The plain model of a parallel one, on the meta device."""
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        plain = kind(copy.deepcopy(model.config))
+    plain.generation_config = model.generation_config
+    return plain
 
 
 def origin_of(checkpoint: StoredCheckpoint, *, config: Path | None = None, model: str | None = None) -> Origin:
@@ -127,12 +137,7 @@ def plain_weights(checkpoint: StoredCheckpoint, origin: Origin, plain: PreTraine
         ValueError: the checkpoint lacks some of the model's weights, has others, or other shapes; or it has adapters.
     """
     weights = _of(origin, checkpoint.tensors)
-    adapted = next((name for name in weights if ".lora_" in name or ".base_layer." in name), None)
-    if adapted is not None:
-        raise ValueError(
-            f"{checkpoint.path} has adapters of PEFT ({adapted}); in a run that was restored from it, call"
-            " save_adapter(model, folder) for the adapters, or merged_model(model) and save_pretrained for the whole"
-        )
+    check_no_adapters(weights, source=str(checkpoint.path))
     if checkpoint.is_folder and "pieces" in checkpoint.record:
         weights = _of(origin, to_plain(checkpoint.pieces, checkpoint.tensors))
     elif checkpoint.is_folder:
@@ -145,6 +150,19 @@ def plain_weights(checkpoint: StoredCheckpoint, origin: Origin, plain: PreTraine
 
 def _of(origin: Origin, weights: Mapping[str, Stored]) -> dict[str, Stored]:
     return {n.removeprefix(origin.prefix): value for n, value in weights.items() if n.startswith(origin.prefix)}
+
+
+def check_no_adapters(names: Iterable[str], *, source: str) -> None:
+    """
+    Raises:
+        ValueError: there are adapters of PEFT among the weights.
+    """
+    adapted = next((name for name in names if ".lora_" in name or ".base_layer." in name), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{source} has adapters of PEFT ({adapted}); in a run (one that is restored from the checkpoint), call"
+            " save_adapter(model, folder) for the adapters, or merged_model(model) and save_pretrained for the whole"
+        )
 
 
 def check_weights(weights: Mapping[str, Stored], expected: Mapping[str, Tensor], *, source: str) -> None:

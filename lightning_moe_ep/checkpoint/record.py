@@ -48,15 +48,16 @@ def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] 
                 "class": next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__,
                 "config": json.loads(model.config.to_json_string(use_diff=False)),
             }
-            for path, model in _outermost_models(module)
+            for path, model in outermost_models(module)
         },
         "pieces": describe_pieces(module),
         "optimizers": describe_optimizers(module, optimizers),
     }
 
 
-def _outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+def outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+    """The models of transformers in a module, by their paths, without those that are part of another."""
     if isinstance(module, PreTrainedModel):
         return [(path, module)]
     children = module.named_children()
-    return [found for name, child in children for found in _outermost_models(child, f"{path}.{name}".lstrip("."))]
+    return [found for name, child in children for found in outermost_models(child, f"{path}.{name}".lstrip("."))]

@@ -58,9 +58,9 @@ class Stored:
     def whole(self) -> Tensor:
         return self.read(0, self.num_rows)
 
-    def spans(self, max_bytes: float) -> Iterator[tuple[int, int]]:
+    def spans(self, max_bytes: int) -> Iterator[tuple[int, int]]:
         """The rows in pieces of at most so many bytes, but at least one row."""
-        step = max(1, int(min(max_bytes // max(1, self.nbytes // max(1, self.num_rows)), self.num_rows)))
+        step = max(1, max_bytes // max(1, self.nbytes // max(1, self.num_rows)))
         for start in range(0, self.num_rows, step):
             yield start, min(start + step, self.num_rows)
 
