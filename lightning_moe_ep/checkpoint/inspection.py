@@ -155,17 +155,17 @@ def _hugging_face(path: Path) -> Report:
 
 def _safetensors(path: Path) -> dict[str, Stored]:
     found = {}
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  (it is no dictionary)
-            rows = file.get_slice(name)
-            shape = torch.Size(rows.get_shape())
-            # A 0-dimensional tensor has no rows to read some of; it tells the dtype, as an empty part of others does.
-            example = rows[:0] if shape else file.get_tensor(name)
-            found[name] = Stored(shape, example.dtype, partial(_read_rows, path, name))
+    # It stays open, as long as one of the tensors is there: opening reads all names.
+    file = safe_open(path, "pt")
+    for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+        rows = file.get_slice(name)
+        shape = torch.Size(rows.get_shape())
+        # A 0-dimensional tensor has no rows to read some of; it tells the dtype, as an empty part of others does.
+        example = rows[:0] if shape else file.get_tensor(name)
+        found[name] = Stored(shape, example.dtype, partial(_read_rows, file, name))
     return found
 
 
-def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
-    with safe_open(path, "pt") as file:
-        rows = file.get_slice(name)
-        return rows[start:stop] if rows.get_shape() else file.get_tensor(name)
+def _read_rows(file: safe_open, name: str, start: int, stop: int) -> Tensor:
+    rows = file.get_slice(name)
+    return rows[start:stop] if rows.get_shape() else file.get_tensor(name)
