@@ -34,8 +34,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return end.value.code, printed.out, printed.err
 
 
-def test_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (printed,) = run_python(["-m", "lightning_moe_ep", "--help"], cwd=tmp_path)
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = run(capsys, "--help")
     for command in ("export", "inspect"):
         assert re.search(rf"^ +{command} ", printed, flags=re.MULTILINE)
         status, out, _ = run(capsys, command, "--help")
@@ -43,14 +43,14 @@ def test_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max_shard_size" in run(capsys, "export", "--help")[1]
 
 
-def test_export_and_inspect_as_typed(file: Path, tmp_path: Path) -> None:
+def test_export_and_inspect_as_typed(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (printed,) = run_python(
         ["-m", "lightning_moe_ep", "export", str(file), "out", "--dtype", "bfloat16", "--max-shard-size", "200kB"],
         cwd=tmp_path,
     )
     assert printed.splitlines()[-1] == "Written: out"
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    (printed,) = run_python(["-m", "lightning_moe_ep", "inspect", "out"], cwd=tmp_path)
+    _, printed, _ = run(capsys, "inspect", tmp_path / "out")
     assert "bfloat16)" in printed and printed.splitlines()[-1] == "Nothing wrong was found."
 
 
