@@ -47,7 +47,7 @@ def convert_to_file(checkpoint: str | Path, path: str | Path, *, max_memory: str
         NotImplementedError: the weights cannot be taken to the plain model's form without the model.
         OSError: there is too little space.
     """
-    opened, target = open_checkpoint(Path(checkpoint)), Path(path)
+    opened, target = open_checkpoint(Path(checkpoint)), Path(path).absolute()
     if not opened.is_folder:
         raise ValueError(f"{checkpoint} is one file already")
     check_free_place(target)
@@ -80,7 +80,7 @@ def convert_to_folder(checkpoint: str | Path, path: str | Path, *, max_memory: s
         NotImplementedError: the weights cannot be taken to the parallel model's form without the model.
         OSError: there is too little space.
     """
-    opened, target = open_checkpoint(Path(checkpoint)), Path(path)
+    opened, target = open_checkpoint(Path(checkpoint)), Path(path).absolute()
     if opened.is_folder:
         raise ValueError(f"{checkpoint} is a folder already")
     check_free_place(target)

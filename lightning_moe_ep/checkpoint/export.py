@@ -64,7 +64,7 @@ def export_to_hugging_face(
         ValueError: it is no checkpoint, is damaged, or holds no model of transformers.
         OSError: there is too little space.
     """
-    target = Path(folder)
+    target = Path(folder).absolute()
     check_free_place(target)
     bound = size_in_bytes(max_memory)
     cast = dtype_of(dtype)
@@ -128,7 +128,7 @@ def target_dtypes(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
         name: dtype
-        if name in parameters and own.is_floating_point and not any(part in name.split(".") for part in kept)
+        if name in parameters and own.is_floating_point and not any(f".{part}." in f".{name}." for part in kept)
         else own
         for name, own in dtypes.items()
     }

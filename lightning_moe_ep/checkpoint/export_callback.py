@@ -63,7 +63,7 @@ class HuggingFaceExport(L.Callback):
             ValueError: dtype or max_shard_size is none.
         """
         size_in_bytes(max_shard_size)
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self.dtype = dtype_of(dtype)
         self.max_shard_size = max_shard_size
         self.tokenizer = Path(tokenizer) if tokenizer is not None else None
