@@ -6,6 +6,10 @@ from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
+from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
+from lightning_moe_ep.checkpoint.export import export_to_hugging_face
+from lightning_moe_ep.checkpoint.export_callback import HuggingFaceExport
+from lightning_moe_ep.checkpoint.opening import open_folders
 from lightning_moe_ep.data import TextDataModule
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
 from lightning_moe_ep.experts import (
@@ -35,6 +39,7 @@ __all__ = [
     "ExpertGradientCallback",
     "ExpertsAdapter",
     "GroupedExperts",
+    "HuggingFaceExport",
     "Layout",
     "LoadReport",
     "Meshes",
@@ -45,6 +50,9 @@ __all__ = [
     "TopKRouter",
     "build_meshes",
     "build_pretrained",
+    "convert_to_file",
+    "convert_to_folder",
+    "export_to_hugging_face",
     "load_balancing_loss",
     "load_pretrained",
     "materialize",
@@ -58,6 +66,7 @@ __all__ = [
 ]
 
 register_strategies()
+open_folders()
 
 # As Lightning does with its own: choices that the library makes are seen without any logging set up.
 _log = logging.getLogger(__name__)

@@ -343,7 +343,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
-        checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout)
+        checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
         self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
         self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
 

@@ -11,6 +11,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` of each leaf, which is whatever is no container, in its place."""
+    return tree_map(function, tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """All leaves of `tree`, in order."""
+    return tree_leaves(tree)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with `function` of each tensor in its place; all else stays as it is."""
     return tree_map(lambda value: function(value) if isinstance(value, Tensor) else value, tree)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lightning_moe_ep.checkpoint.pieces import describe_optimizers, describe_pieces
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.layout import Layout
 
@@ -23,16 +26,18 @@ NEVER_STEPPED = "never_stepped"
 """Under which it has, by the number of the optimizer, the parameters of which that has no state yet."""
 
 
-def describe(module: nn.Module, layout: Layout) -> dict[str, Any]:
+def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
     """The record of a parallel model.
 
     Args:
         module: the LightningModule.
         layout: at which it runs.
+        optimizers: the run's.
 
     Returns:
         `version` of this package; `layout`; `experts`, the number of experts E by the path of their module; `models`,
-        by the path of each outermost transformers model its `class` and `config`.
+        by the path of each outermost transformers model its `class` and `config`; `pieces` and `optimizers`, which
+        `lightning_moe_ep.checkpoint.pieces` describes.
     """
     return {
         "version": sys.modules[__name__.partition(".")[0]].__version__,
@@ -46,13 +51,16 @@ def describe(module: nn.Module, layout: Layout) -> dict[str, Any]:
                 "class": next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__,
                 "config": json.loads(model.config.to_json_string(use_diff=False)),
             }
-            for path, model in _outermost_models(module)
+            for path, model in outermost_models(module)
         },
+        "pieces": describe_pieces(module),
+        "optimizers": describe_optimizers(module, optimizers),
     }
 
 
-def _outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+def outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+    """The models of transformers in a module, by their paths, without those that are part of another."""
     if isinstance(module, PreTrainedModel):
         return [(path, module)]
     children = module.named_children()
-    return [found for name, child in children for found in _outermost_models(child, f"{path}.{name}".lstrip("."))]
+    return [found for name, child in children for found in outermost_models(child, f"{path}.{name}".lstrip("."))]

@@ -1,7 +1,7 @@
 """The `lightning-moe-ep` command: LightningCLI for any LightningModule and LightningDataModule.
 
-`fit`, `validate`, `test` and `predict` are LightningCLI's own. After `fit` it says what was reached, beside what a
-bigram model of the same data reaches, and what to type next.
+`fit`, `validate`, `test` and `predict` are LightningCLI's own, `export` and `inspect` are in `commands`. After `fit` it
+says what was reached, beside what a bigram model of the same data reaches, and what to type next.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch.distributed as dist
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
+from lightning_moe_ep.cli.commands import COMMANDS
 from lightning_moe_ep.data import TextDataModule, bigram_loss
 
 BIGRAM_VOCABULARY = 4096
@@ -33,6 +36,17 @@ class SaveFitConfig(SaveConfigCallback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().setup(trainer, pl_module, "fit")
+
+
+class MoEParser(LightningArgumentParser):
+    """Shows the commands that are not LightningCLI's among its own."""
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        action = super().add_subcommands(*args, **kwargs)
+        for name, (description, _) in COMMANDS.items():
+            action.add_subcommand(name, ArgumentParser(), help=description)
+        return action
 
 
 class MoECLI(LightningCLI):
@@ -88,12 +102,16 @@ def _typed(name: str = "lightning-moe-ep", module: str = "lightning_moe_ep") -> 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command; `args` in place of `sys.argv` for tests."""
+    typed = sys.argv[1:] if args is None else args
+    if typed and typed[0] in COMMANDS:
+        sys.exit(COMMANDS[typed[0]][1](typed[1:]))
     MoECLI(
         L.LightningModule,
         L.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
+        parser_class=MoEParser,
         save_config_callback=SaveFitConfig,
         # A run that goes on in the same folder writes its config there again.
         save_config_kwargs={"overwrite": True},
