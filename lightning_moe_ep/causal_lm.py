@@ -29,8 +29,9 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.checkpoint import build_pretrained
+from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretrained_config
 from lightning_moe_ep.experts import find_experts, find_routers
+from lightning_moe_ep.initialization import materialize
 
 Freeze = Literal["none", "experts", "router"]
 """What is not trained: nothing, the routed experts, or what chooses among them."""
@@ -58,7 +59,7 @@ class CausalLMModule(L.LightningModule):
         """
         Args:
             config: A new model's configuration: `model_type`, and what else that type's configuration takes.
-            pretrained: A local Hugging Face folder to fine-tune from, instead of `config`.
+            pretrained: A local Hugging Face folder, or a Trainer's checkpoint, to fine-tune from, instead of `config`.
             learning_rate: The highest learning rate, reached after the warm-up.
             weight_decay: AdamW's decay, for weights of two and more dimensions.
             betas: AdamW's decay rates of the two moments.
@@ -84,15 +85,15 @@ class CausalLMModule(L.LightningModule):
             )
         if config is not None and "model_type" not in config:
             raise ValueError("config needs a model_type, such as qwen3_moe, mixtral or olmoe")
-        if pretrained is not None and not Path(pretrained).is_dir():
-            raise FileNotFoundError(f"pretrained={pretrained!r} is not a folder; download the model's files first")
+        if pretrained is not None and not Path(pretrained).exists():
+            raise FileNotFoundError(
+                f"pretrained={pretrained!r} is neither a folder nor a checkpoint; download the model's files first"
+            )
         if aux_loss not in get_args(AuxLoss):
             raise ValueError(f"aux_loss={aux_loss!r} is not known; use one of {list(get_args(AuxLoss))}")
         if aux_loss == "global":
             _check_router_logits(
-                AutoConfig.from_pretrained(pretrained, local_files_only=True)
-                if config is None
-                else AutoConfig.for_model(**config)
+                pretrained_config(Path(pretrained))[0] if pretrained is not None else AutoConfig.for_model(**config)
             )
         if freeze not in get_args(Freeze):
             raise ValueError(f"freeze={freeze!r} is not known; use one of {list(get_args(Freeze))}")
@@ -107,12 +108,11 @@ class CausalLMModule(L.LightningModule):
             return
         # A strategy that reads or makes the initial weights itself needs no more than the shapes.
         on_meta = self._trainer is not None and getattr(self.trainer.strategy, "materializes_meta", False)
-        if self.hparams.pretrained is not None and on_meta:
+        if self.hparams.pretrained is not None:
             self.model = build_pretrained(self.hparams.pretrained)
-        elif self.hparams.pretrained is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                self.hparams.pretrained, dtype=torch.get_default_dtype(), local_files_only=True
-            )
+            if not on_meta:
+                load_pretrained(self.model, self.hparams.pretrained, device=self.device)
+                materialize(self.model, seed=0, device=self.device)  # buffers that are computed, not saved
         else:
             config = AutoConfig.for_model(**self.hparams.config)
             with torch.device("meta" if on_meta else self.device):

@@ -218,6 +218,28 @@ def test_a_pretrained_folder_under_plain_lightning(pretrained: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in module.model.state_dict().items())
 
 
+def _save_weights(path: str, folder: bool) -> dict[str, Tensor]:
+    module = CausalLMModule(CONFIG)
+    fitted = trainer(MoEEPStrategy(ep=2, save_distributed_checkpoint=folder), max_steps=1)
+    fitted.fit(module, Batches((((1, 0),), ((1, 0),))))
+    fitted.save_checkpoint(path, weights_only=True)
+    return {name: value.detach() for name, value in whole(dict(module.model.named_parameters())).items()}
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_weights_of_a_checkpoint_are_tuned_on(ranks: RankPool, tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "c.ckpt"
+    weights, _ = ranks.run(_save_weights, str(path), folder, world=2)
+    for world in (1, 2, 4):
+        data = (((1, 0),),) * world
+        for initial, *_ in ranks.run(one_step, data, min(2, world), _only_pretrained(path), world=world):
+            assert initial.keys() == weights.keys() | {"lm_head.weight"} or initial.keys() == weights.keys()
+            assert all(torch.equal(initial[name], weights[name]) for name in weights)
+    module = CausalLMModule(pretrained=str(path), learning_rate=0.0)
+    _plain(1).fit(module, Batches((((1, 0),),)))
+    assert all(torch.equal(p, weights[name]) for name, p in module.model.named_parameters())
+
+
 def test_load_from_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "c.ckpt"
     for weights in ranks.run(_saved, str(path), world=2):
@@ -286,7 +308,7 @@ def test_a_vocabulary_that_is_too_small(text: dict[str, Any]) -> None:
         ({}, ValueError, "give exactly one of config .* and pretrained"),
         ({"config": CONFIG, "pretrained": "."}, ValueError, "give exactly one of config .* and pretrained"),
         ({"config": {"vocab_size": 8}}, ValueError, "config needs a model_type, such as qwen3_moe"),
-        ({"pretrained": "nowhere"}, FileNotFoundError, "pretrained='nowhere' is not a folder; download the model"),
+        ({"pretrained": "nowhere"}, FileNotFoundError, "pretrained='nowhere' is neither a folder nor a che"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -1,7 +1,13 @@
 """Weights and training state, in and out, at any layout."""
 
 from lightning_moe_ep.checkpoint.background import Saver
-from lightning_moe_ep.checkpoint.pretrained import LoadReport, build_pretrained, load_pretrained, read_pretrained
+from lightning_moe_ep.checkpoint.pretrained import (
+    LoadReport,
+    build_pretrained,
+    load_pretrained,
+    pretrained_config,
+    read_pretrained,
+)
 from lightning_moe_ep.checkpoint.record import KEY, describe
 from lightning_moe_ep.checkpoint.recovery import recovering
 from lightning_moe_ep.checkpoint.resumption import Resumption
@@ -18,6 +24,7 @@ __all__ = [
     "full_optimizer_state",
     "load",
     "load_pretrained",
+    "pretrained_config",
     "read_pretrained",
     "recovering",
 ]

@@ -36,8 +36,8 @@ from transformers.core_model_loading import (
 )
 
 from lightning_moe_ep.checkpoint.dequantize import dequantized, is_dequantize
-from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, Narrowed, Recipe, Stacked, Stored, Transposed
-from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, Region, StoredTensor, whole
+from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, InFile, Narrowed, Recipe, Stacked, Transposed
+from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
 
 State = dict[str, list[Recipe]]
 """What an operation takes and gives: recipes by pattern of the names."""
@@ -62,7 +62,7 @@ class PlainRecipes:
 
 def plain_recipes(
     model: PreTrainedModel,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, FileTensor],
     shapes: Mapping[str, torch.Size],
     quantizer: Any = None,
 ) -> PlainRecipes:
@@ -82,7 +82,7 @@ def plain_recipes(
     prefix = model.base_model_prefix
     known: dict[str, Any] = dict(shapes)
     result = PlainRecipes()
-    groups: dict[str, dict[str, list[StoredTensor]]] = {}
+    groups: dict[str, dict[str, list[FileTensor]]] = {}
     converted_by: dict[str, WeightConverter] = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
@@ -91,7 +91,7 @@ def plain_recipes(
         if target not in shapes:
             result.unexpected.append(name)
         elif pattern is None:
-            result.recipes.setdefault(target, Stored(stored[name]))
+            result.recipes.setdefault(target, InFile(stored[name]))
         else:
             converted_by.setdefault(target, by_pattern[pattern])
             groups.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
@@ -105,7 +105,7 @@ def plain_recipes(
             continue
         result.recipes.update(made)
         if any(is_dequantize(operation) for operation in converted_by[target].operations):
-            result.dequantized.update(name for name, recipe in made.items() if not isinstance(recipe, Stored))
+            result.dequantized.update(name for name, recipe in made.items() if not isinstance(recipe, InFile))
     return result
 
 
@@ -144,13 +144,13 @@ class _Conversion:
     target: str
     """The name of what is made; the first name, where several tensors are."""
 
-    sources: Mapping[str, Sequence[StoredTensor]]
+    sources: Mapping[str, Sequence[FileTensor]]
     """By the pattern of their names."""
 
     model: Any
 
     def recipes(self) -> dict[str, Recipe]:
-        state: State | None = {pattern: [Stored(t) for t in tensors] for pattern, tensors in self.sources.items()}
+        state: State | None = {pattern: [InFile(t) for t in tensors] for pattern, tensors in self.sources.items()}
         for operation in self.converter.operations:
             assert state is not None
             if is_dequantize(operation):
@@ -237,7 +237,7 @@ class _Conversion:
             read = {p: [t.read(whole(t.shape), files) for t in tensors] for p, tensors in self.sources.items()}
             return run(read)[name]
 
-        def needs(_: Region) -> Iterator[tuple[StoredTensor, Region]]:
+        def needs(_: Region) -> Iterator[tuple[FileTensor, Region]]:
             for tensors in self.sources.values():
                 for tensor in tensors:
                     yield tensor, whole(tensor.shape)

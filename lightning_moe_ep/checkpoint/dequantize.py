@@ -18,8 +18,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lightning_moe_ep.checkpoint.recipes import Computed, Recipe, Stored
-from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, Region, StoredTensor, whole
+from lightning_moe_ep.checkpoint.recipes import Computed, InFile, Recipe
+from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
 
 METHODS = ("fp8", "mxfp4")
 """What can be dequantised: blocks of FP8 (or packed FP4), and MXFP4."""
@@ -123,7 +123,7 @@ def _made_of_parts(
         start = rows_of(region).start
         return convert(read)[region[0].start - start : region[0].stop - start]
 
-    def needs(region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def needs(region: Region) -> Iterator[tuple[FileTensor, Region]]:
         for _, part, wanted in pieces(region):
             yield from part.sources(wanted)
 
@@ -132,5 +132,5 @@ def _made_of_parts(
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
-    assert isinstance(recipe, Stored)
+    assert isinstance(recipe, InFile)
     return recipe.tensor.dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_classes, plain_recipes
+from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_classes
 from lightning_moe_ep.checkpoint.names import converted_modules
 from lightning_moe_ep.checkpoint.prefetch import Span
 from lightning_moe_ep.checkpoint.recipes import Recipe
-from lightning_moe_ep.checkpoint.safetensors_files import stored_tensors, whole
+from lightning_moe_ep.checkpoint.safetensors_files import whole
 from lightning_moe_ep.checkpoint.unconverted import unconverted
 from lightning_moe_ep.shards import part_of
 
@@ -28,11 +28,19 @@ _OUTDATED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that models once saved, and now compute."""
 
 
-def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict: bool) -> list[Place]:
-    """Places for all tensors of the model that the folder has.
+def plan_places(
+    model: PreTrainedModel, made_of: Callable[[Mapping[str, torch.Size]], PlainRecipes], *, source: Path, strict: bool
+) -> list[Place]:
+    """Places for all tensors of the model that there are recipes for.
+
+    Args:
+        model: may be parallel.
+        made_of: from the shapes of the plain model's tensors, by name, to their recipes.
+        source: what is read, for messages.
+        strict: as in `load_pretrained`.
 
     Raises:
-        ValueError: names, shapes or dtypes do not match, or the files are no readable ones.
+        ValueError: names, shapes or dtypes do not match.
     """
     tensors = model.state_dict(keep_vars=True)
     plain_names = {name: plain for name in tensors if (plain := _without_adapters(name)) is not None}
@@ -43,7 +51,7 @@ def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict:
         shapes.update((f"{experts.prefix}{name}", shape) for name, shape in experts.file_shapes.items())
     in_files = {name: plain for name in shapes if (plain := _without_adapters(name)) is not None}
     shapes = {plain: shapes[name] for name, plain in in_files.items()}
-    made = plain_recipes(model, stored_tensors(folder), shapes, quantizer)
+    made = made_of(shapes)
     pieces = {name: made.recipes[plain] for name, plain in in_files.items() if plain in made.recipes}
     recipes = {name: recipe for name, recipe in pieces.items() if name not in owners}
     for name, experts in owners.items():
@@ -65,7 +73,7 @@ def plan_places(model: PreTrainedModel, folder: Path, quantizer: Any, *, strict:
     if problems := problems or [
         place.wrong_dtype for place in places if place.wrong_dtype and plain_names[place.name] not in made.dequantized
     ]:
-        raise ValueError("\n  ".join([f"{folder} does not fit {_class_name(model)}:", *problems]))
+        raise ValueError("\n  ".join([f"{source} does not fit {_class_name(model)}:", *problems]))
     return places
 
 
@@ -140,6 +148,8 @@ class Place:
             for stored, region in self.recipe.sources(whole(self.recipe.shape))
         )
         mine = math.prod(part.stop - part.start for part in self.region)
+        if not size:  # from a Trainer's checkpoint
+            return mine * self.tensor.dtype.itemsize
         return size * mine // max(1, math.prod(self.recipe.shape))
 
     def position(self) -> tuple[Path, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_moe_ep.checkpoint.agreement import together
+from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_recipes
 from lightning_moe_ep.checkpoint.dequantize import dequantizer
 from lightning_moe_ep.checkpoint.places import Place, files_of, needed_by, plan_places
 from lightning_moe_ep.checkpoint.prefetch import prefetch
-from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles
+from lightning_moe_ep.checkpoint.rebuilt import origin_of, plain_tensors
+from lightning_moe_ep.checkpoint.recipes import InCheckpoint
+from lightning_moe_ep.checkpoint.record import outermost_models
+from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, stored_tensors
+from lightning_moe_ep.checkpoint.stored import META, open_checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +50,10 @@ def build_pretrained(
     To be called in `configure_model`, in place of `from_pretrained`, which would read the whole model on every rank.
 
     Args:
-        folder: a local Hugging Face folder.
-        auto_class: which of transformers' automatic classes builds the model, or a model class.
+        folder: a local Hugging Face folder; or a Trainer's checkpoint, folder or file, that our strategy has saved of a
+            module with one transformers model, whose weights alone are taken.
+        auto_class: which of transformers' automatic classes builds the model, or a model class; for a checkpoint, the
+            class is the one that it was saved with.
         read_ahead: as in `load_pretrained`.
         options: further arguments of its `from_config`, such as `dtype` or `attn_implementation`. By default the
             dtype is torch's default one, whatever the files have.
@@ -56,12 +63,9 @@ def build_pretrained(
         NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"pretrained={str(folder)!r} is not a folder; download the model's files first")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if _quantization(folder) is not None:
-        del config.quantization_config  # the model's weights will not be quantised
+    config, kind = pretrained_config(folder)
     options = {"dtype": torch.get_default_dtype(), **options}
+    auto_class = kind or auto_class
     from_config = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):
         model = from_config(config, **options)
@@ -69,6 +73,27 @@ def build_pretrained(
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     setattr(model, _WAITING, (folder, read_ahead))
     return model
+
+
+def pretrained_config(source: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel] | None]:
+    """The configuration of a folder's model, or of that in a Trainer's checkpoint, with its class.
+
+    Raises:
+        FileNotFoundError: there is no such folder or checkpoint.
+        NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
+    """
+    if not source.exists():
+        raise FileNotFoundError(
+            f"pretrained={str(source)!r} is neither a folder nor a checkpoint; download the model's files first"
+        )
+    if _is_checkpoint(source):
+        origin = origin_of(open_checkpoint(source))
+        return origin.config, origin.kind
+    quantizer = _quantization(source)
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if quantizer is not None:
+        del config.quantization_config  # the model's weights will not be quantised
+    return config, None
 
 
 def read_pretrained(module: nn.Module, *, device: torch.device) -> None:
@@ -106,7 +131,8 @@ def load_pretrained(
     Args:
         model: a transformers model, or what is around one (a PeftModel); sharded at any layout, or plain; on the meta
             device or real. What is no DTensor is read on rank 0 and sent to the others.
-        folder: holds `config.json`, and `model.safetensors` or several such files with their index; seen by all ranks.
+        folder: holds `config.json`, and `model.safetensors` or several such files with their index; or a Trainer's
+            checkpoint. Seen by all ranks.
         device: where tensors go that are on the meta device; None: the device of the mesh, or the CPU.
         strict: whether the folder must have all that the model has, and nothing else. If not, what it lacks stays as
             it is (on the meta device, it waits for `materialize`).
@@ -125,7 +151,7 @@ def load_pretrained(
 
     def make_plan() -> list[Place]:
         inner = _transformers_model(model)
-        return plan_places(inner, folder, _quantization(folder), strict=strict)
+        return plan_places(inner, _recipes(inner, folder), source=folder, strict=strict)
 
     plan = together(make_plan)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -148,17 +174,33 @@ def load_pretrained(
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    found: list[tuple[str, PreTrainedModel]] = []
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found.append((name, module))
+    found = outermost_models(model)
     if len(found) != 1:
         raise ValueError(
-            f"one folder holds one model, but in {type(model).__name__} there are {len(found)} of transformers"
+            f"weights of one model fill one model, but in {type(model).__name__} there are {len(found)} of transformers"
             f" {[name for name, _ in found]}; pass the one that is meant"
         )
     return found[0][1]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it is a Trainer's, of either form."""
+    return path.is_file() or (path / META).exists()
+
+
+def _recipes(model: PreTrainedModel, source: Path) -> Callable[[Mapping[str, torch.Size]], PlainRecipes]:
+    """What makes recipes of the model's tensors out of a folder or a Trainer's checkpoint."""
+    if not _is_checkpoint(source):
+        quantizer = _quantization(source)
+        return lambda shapes: plain_recipes(model, stored_tensors(source), shapes, quantizer)
+
+    def made_of(shapes: Mapping[str, torch.Size]) -> PlainRecipes:
+        checkpoint = open_checkpoint(source)
+        found = plain_tensors(checkpoint, origin_of(checkpoint))
+        known = {name: InCheckpoint(tensor) for name, tensor in found.items() if name in shapes}
+        return PlainRecipes(dict(known), unexpected=[name for name in found if name not in shapes])
+
+    return made_of
 
 
 def _quantization(folder: Path) -> Any:

@@ -38,6 +38,22 @@ class Origin:
 
     config: PreTrainedConfig
 
+    @property
+    def kind(self) -> type[PreTrainedModel] | None:
+        """The class; None: that which a causal language model has.
+
+        Raises:
+            ValueError: transformers has no such class.
+        """
+        kind = getattr(transformers, self.class_name, None) if self.class_name else None
+        if self.class_name and kind is None:
+            raise ValueError(
+                f"transformers {transformers.__version__} has no class {self.class_name}, which the checkpoint's"
+                " model is of; for a model of remote code or of your own, load the checkpoint into its module"
+                " (load_from_checkpoint) and call save_pretrained"
+            )
+        return kind
+
     def build(self) -> PreTrainedModel:
         """The plain model, on the meta device.
 
@@ -45,16 +61,7 @@ class Origin:
             ValueError: transformers has no such class.
         """
         with torch.device("meta"):
-            if not self.class_name:
-                return AutoModelForCausalLM.from_config(self.config)
-            kind = getattr(transformers, self.class_name, None)
-            if kind is None:
-                raise ValueError(
-                    f"transformers {transformers.__version__} has no class {self.class_name}, which the checkpoint's"
-                    " model is of; for a model of remote code or of your own, load the checkpoint into its module"
-                    " (load_from_checkpoint) and call save_pretrained"
-                )
-            return kind(self.config)
+            return AutoModelForCausalLM.from_config(self.config) if self.kind is None else self.kind(self.config)
 
 
 def plain_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -146,6 +153,19 @@ def plain_weights(checkpoint: StoredCheckpoint, origin: Origin, plain: PreTraine
         weights = to_plain(describe_pieces(parallel), weights)
     check_weights(weights, dict(plain.state_dict()), source=str(checkpoint.path))
     return weights
+
+
+def plain_tensors(checkpoint: StoredCheckpoint, origin: Origin) -> dict[str, Stored]:
+    """The same for a checkpoint that our strategy saved, whatever there should be.
+
+    Raises:
+        NotImplementedError: the plain model's tensors cannot be found without the model.
+    """
+    weights = _of(origin, checkpoint.tensors)
+    if not checkpoint.is_folder:
+        return weights
+    pieces = {name: described for name, described in checkpoint.pieces.items() if name.startswith(origin.prefix)}
+    return _of(origin, to_plain(pieces, checkpoint.tensors))
 
 
 def _of(origin: Origin, weights: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, Region, StoredTensor, whole
+from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
+from lightning_moe_ep.checkpoint.stored import Stored
 
 
 class Recipe(Protocol):
@@ -26,14 +27,14 @@ class Recipe(Protocol):
     def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
         """Make the part of the tensor at `region` in `out`, which has the region's shape, any dtype and any device."""
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         """What is read for that part."""
 
 
-class Stored:
+class InFile:
     """A tensor of a file."""
 
-    def __init__(self, tensor: StoredTensor) -> None:
+    def __init__(self, tensor: FileTensor) -> None:
         self.tensor = tensor
 
     @property
@@ -43,8 +44,25 @@ class Stored:
     def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
         self.tensor.read_into(out, region, files)
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         yield self.tensor, region
+
+
+class InCheckpoint:
+    """A tensor of a Trainer's checkpoint."""
+
+    def __init__(self, tensor: Stored) -> None:
+        self.tensor = tensor
+        self.shape = tensor.shape
+
+    def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
+        rows = self.tensor.read(region[0].start, region[0].stop) if region else self.tensor.whole()
+        files.bytes_read += rows.nbytes
+        out.copy_(rows[(slice(None), *region[1:])] if region else rows)
+
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
+        """Nothing that could be planned."""
+        return iter(())
 
 
 class Stacked:
@@ -60,7 +78,7 @@ class Stacked:
         for place, member in zip(out, self.members[region[0]], strict=True):
             member.read_into(place, region[1:], files)
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         for member in self.members[region[0]]:
             yield from member.sources(region[1:])
 
@@ -82,7 +100,7 @@ class Concatenated:
             size = theirs[self.dim].stop - theirs[self.dim].start
             member.read_into(out.narrow(self.dim, start, size), theirs, files)
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         for member, theirs, _ in self._parts(region):
             yield from member.sources(theirs)
 
@@ -108,7 +126,7 @@ class Narrowed:
     def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
         self.member.read_into(out, self._theirs(region), files)
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         return self.member.sources(self._theirs(region))
 
     def _theirs(self, region: Region) -> Region:
@@ -127,7 +145,7 @@ class Transposed:
     def read_into(self, out: Tensor, region: Region, files: OpenFiles) -> None:
         self.member.read_into(out.transpose(*self.dims), tuple(self._exchanged(region)), files)
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         return self.member.sources(tuple(self._exchanged(region)))
 
     def _exchanged(self, of_dims: Sequence[Any]) -> list[Any]:
@@ -150,7 +168,7 @@ class Computed:
     def __init__(
         self,
         compute: Callable[[Region, OpenFiles], Tensor],
-        needs: Callable[[Region], Iterator[tuple[StoredTensor, Region]]],
+        needs: Callable[[Region], Iterator[tuple[FileTensor, Region]]],
         shape: torch.Size,
         mixed: Sequence[int] | None = None,
     ) -> None:
@@ -164,7 +182,7 @@ class Computed:
         made = self._compute(around, files)
         out.copy_(made[tuple(slice(p.start - a.start, p.stop - a.start) for p, a in zip(region, around, strict=True))])
 
-    def sources(self, region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def sources(self, region: Region) -> Iterator[tuple[FileTensor, Region]]:
         if any(part.start >= part.stop for part in region):
             return iter(())
         return self._needs(self._around(region))

@@ -43,7 +43,7 @@ Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """Where in a file a tensor is."""
 
     name: str
@@ -142,7 +142,7 @@ class OpenFiles:
                 os.close(opened)
         return self._descriptors[file]
 
-    def read(self, tensor: StoredTensor, offset: int, out: Tensor) -> None:
+    def read(self, tensor: FileTensor, offset: int, out: Tensor) -> None:
         """Fill `out`, bytes on the CPU, from `offset` of the tensor's file on."""
         buffer = memoryview(out.numpy())
         done = 0
@@ -157,7 +157,7 @@ class OpenFiles:
         self.bytes_read += done  # only a report: an update lost between threads would be no harm
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path) -> dict[str, FileTensor]:
     """All tensors of a folder: those of `model.safetensors`, or of the files that its index names.
 
     Reads the files' headers only.
@@ -176,7 +176,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         items = list(where.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, FileTensor] = {}
     for name in dict.fromkeys(where.values()):
         first = next(tensor for tensor, file in items if file == name)
         if Path(name).name != name:
@@ -200,7 +200,7 @@ def _nothing_to_read(folder: Path) -> str:
     return f"{folder} has neither {SINGLE} nor {INDEX}{hint}"
 
 
-def _tensors_of(file: Path, *, first: str) -> Iterator[StoredTensor]:
+def _tensors_of(file: Path, *, first: str) -> Iterator[FileTensor]:
     try:
         with safe_open(file, framework="pt"):  # checks the header, and that its tensors fill the file
             pass
@@ -216,7 +216,7 @@ def _tensors_of(file: Path, *, first: str) -> Iterator[StoredTensor]:
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{file}: tensor {name} is of dtype {entry['dtype']}, which torch has not")
         start, _ = entry["data_offsets"]
-        yield StoredTensor(name, file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+        yield FileTensor(name, file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_moe_ep.checkpoint.names import Converted
 from lightning_moe_ep.checkpoint.recipes import Computed, Recipe, read
-from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, Region, StoredTensor, whole
+from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
 
 
 def unconverted(experts: Converted, name: str, recipes: Mapping[str, Recipe]) -> Recipe | None:
@@ -51,7 +51,7 @@ def unconverted(experts: Converted, name: str, recipes: Mapping[str, Recipe]) ->
                     given[piece] = value
         return experts.adapter.from_file(given)[name][region]
 
-    def needs(region: Region) -> Iterator[tuple[StoredTensor, Region]]:
+    def needs(region: Region) -> Iterator[tuple[FileTensor, Region]]:
         for piece, recipe in pieces.items():
             if (wanted := part(piece, region)) is not None:
                 yield from recipe.sources(wanted)

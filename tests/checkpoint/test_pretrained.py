@@ -437,5 +437,5 @@ def test_one_model_is_filled() -> None:
 
 
 def test_building_from_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="pretrained='nowhere' is not a folder"):
+    with pytest.raises(FileNotFoundError, match="pretrained='nowhere' is neither"):
         build_pretrained("nowhere")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, Narrowed, Recipe, Stacked, Stored, Transposed
+from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, InFile, Narrowed, Recipe, Stacked, Transposed
 from lightning_moe_ep.checkpoint.safetensors_files import (
     SHORT_RUN,
     OpenFiles,
@@ -26,16 +26,16 @@ DOWN = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(9))
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stored]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, InFile]:
     folder = tmp_path_factory.mktemp("weights")
     tensors = {f"gate.{n}": tensor for n, tensor in enumerate(GATE)}
     save_file(
         {**tensors, "up": UP.view(4, 5, 6), "down": DOWN, "scale": torch.tensor(3.0)}, folder / "model.safetensors"
     )
-    return {name: Stored(tensor) for name, tensor in stored_tensors(folder).items()}
+    return {name: InFile(tensor) for name, tensor in stored_tensors(folder).items()}
 
 
-def interleaved(stored: dict[str, Stored]) -> Recipe:
+def interleaved(stored: dict[str, InFile]) -> Recipe:
     def compute(region: Region, files: OpenFiles) -> Tensor:
         part = torch.empty([r.stop - r.start for r in region])
         stored["up"].read_into(part, region, files)
@@ -44,7 +44,7 @@ def interleaved(stored: dict[str, Stored]) -> Recipe:
     return Computed(compute, stored["up"].sources, stored["up"].shape, mixed=[1])
 
 
-CASES: dict[str, tuple[Callable[[dict[str, Stored]], Recipe], Tensor]] = {
+CASES: dict[str, tuple[Callable[[dict[str, InFile]], Recipe], Tensor]] = {
     "stored": (lambda s: s["down"], DOWN),
     "stacked": (lambda s: Stacked([s[f"gate.{n}"] for n in range(4)]), torch.stack(GATE)),
     "gate and up": (
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Stored]], Recipe], Tensor]] = {
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_any_part(stored: dict[str, Stored], case: str, data: st.DataObject) -> None:
+def test_any_part(stored: dict[str, InFile], case: str, data: st.DataObject) -> None:
     build, right = CASES[case]
     recipe = build(stored)
     assert recipe.shape == right.shape
@@ -80,7 +80,7 @@ def test_any_part(stored: dict[str, Stored], case: str, data: st.DataObject) -> 
         assert files.bytes_read == planned
 
 
-def test_a_number(stored: dict[str, Stored]) -> None:
+def test_a_number(stored: dict[str, InFile]) -> None:
     with OpenFiles() as files:
         assert stored["scale"].tensor.read((), files) == 3
 
@@ -112,7 +112,7 @@ def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
             stored["last"].read(whole([1000]), files)
 
 
-def test_what_cannot_be_put_together(stored: dict[str, Stored]) -> None:
+def test_what_cannot_be_put_together(stored: dict[str, InFile]) -> None:
     with pytest.raises(ValueError, match=r"shapes \[5, 6\] and \[4, 6, 5\] cannot be stacked"):
         Stacked([stored["gate.0"], stored["down"]])
     with pytest.raises(ValueError, match="cannot be concatenated along 0"):
