@@ -67,7 +67,6 @@ def test_a_folder_becomes_the_file_and_the_file_the_folder(ranks: RankPool, tmp_
     straight = run(Run(model=model, max_steps=2 * N)).weights
     for to in (
         Run(None, model=model, resume=str(made), max_steps=2 * N),  # plain Lightning
-        Run(EP2, "file", model, resume=str(made), max_steps=2 * N),
         Run(EP2, "folder", model, resume=str(back), max_steps=2 * N),
     ):
         for outcome in on(ranks, to):

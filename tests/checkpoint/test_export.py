@@ -96,9 +96,11 @@ def test_another_dtype(trained: Path, tmp_path: Path) -> None:
     export_to_hugging_face(trained / "deepseek_v3.folder", tmp_path / "as it was")
     export_to_hugging_face(trained / "deepseek_v3.folder", tmp_path / "ours", dtype="bfloat16")
     before, after = files_of(tmp_path / "as it was"), files_of(tmp_path / "ours")
-    kept = [name for name in after if after[name].dtype == torch.float32]
-    # What the family keeps in fp32 whatever the dtype.
-    assert kept == [name for name in before if name.endswith("e_score_correction_bias")]
+    # What the family has in fp32 whatever is asked for.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "as it was", dtype=torch.bfloat16).state_dict()
+    kept = {name for name in after if after[name].dtype == torch.float32}
+    assert kept == {name for name in after if loaded.get(name, after[name][:0].bfloat16()).dtype == torch.float32}
+    assert kept == {f"model.layers.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")}
     assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in before)
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
 
