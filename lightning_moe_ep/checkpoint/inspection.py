@@ -79,13 +79,22 @@ def _check_marker(path: Path, report: Report) -> None:
         if (path / META).exists() and not (path / ".metadata").exists():
             report.findings.append(f"{path} is incomplete: it has no .metadata")
         return
-    for name, size in json.loads(marker.read_text())["files"].items():
+    for name, size in _listed(marker, "files", report).items():
         file = path / name
         if not file.exists():
             report.missing.append(name)
             report.findings.append(f"{name} is missing")
         elif file.stat().st_size != size:
             report.findings.append(f"{name} has {file.stat().st_size:,} bytes; {size:,} were saved")
+
+
+def _listed(path: Path, key: str, report: Report) -> dict[str, Any]:
+    """What a file of JSON lists under a key."""
+    try:
+        return dict(json.loads(path.read_text())[key])
+    except (ValueError, KeyError, TypeError) as error:
+        report.findings.append(f"{path.name} is damaged: {error!r}")
+        return {}
 
 
 def _look_at_moments(report: Report, number: int, optimizer: Mapping[str, Any]) -> None:
@@ -127,7 +136,7 @@ def _hugging_face(path: Path) -> Report:
     files = [file.name for file in path.iterdir() if _is_weights(file.name)]
     named: dict[str, str] = {}
     if (path / INDEX).exists():
-        named = json.loads((path / INDEX).read_text())["weight_map"]
+        named = _listed(path / INDEX, "weight_map", report)
         files = sorted(set(named.values()))
     elif not files:
         report.findings.append("there are no weights: neither model.safetensors nor an index of several files")

@@ -107,10 +107,10 @@ def test_another_dtype(trained: Path, tmp_path: Path) -> None:
 
 def test_the_tokenizer_comes_along(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "model.safetensors", "README"):
+    of_tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "preprocessor_config.json"}
+    for name in (*of_tokenizer, "model.safetensors", "README", "training_args.json"):
         (tmp_path / "tokenizer" / name).write_text("{}")
     ranks.run(train_family, "mixtral", str(tmp_path), {"pretrained": str(tmp_path / "tokenizer")}, world=2)
-    of_tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     of_model = {"model.safetensors", "config.json", "generation_config.json"}
     export_to_hugging_face(tmp_path / "mixtral.folder", tmp_path / "known")
     assert {file.name for file in (tmp_path / "known").iterdir()} == of_tokenizer | of_model
