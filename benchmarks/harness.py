@@ -43,17 +43,24 @@ def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args
 
 
 def interleaved(
-    variants: dict[str, Callable[[], Any]], *, runs: int, warmup: int = 3, shift: int = 0
+    variants: dict[str, Callable[[], Any]],
+    *,
+    runs: int,
+    warmup: int = 3,
+    shift: int = 0,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each run of each variant, from a barrier before to a barrier after; all ranks call this.
 
     One run of each variant is a round, in an order drawn anew, so that drift and what the one before leaves in caches
-    and allocator hit all alike.
+    and allocator hit all alike. `before` is called before each, and not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(warmup + runs):
         for name in random.Random(number + shift).sample(names, len(names)):
+            if before is not None:
+                before()
             dist.barrier()
             start = time.perf_counter()
             variants[name]()

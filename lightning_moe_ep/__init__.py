@@ -5,6 +5,7 @@ import logging
 from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
 from lightning_moe_ep.causal_lm import CausalLMModule
+from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
 from lightning_moe_ep.checkpoint.export import export_to_hugging_face
 from lightning_moe_ep.checkpoint.export_callback import HuggingFaceExport
@@ -40,6 +41,7 @@ __all__ = [
     "GroupedExperts",
     "HuggingFaceExport",
     "Layout",
+    "LoadReport",
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
@@ -47,10 +49,12 @@ __all__ = [
     "TextDataModule",
     "TopKRouter",
     "build_meshes",
+    "build_pretrained",
     "convert_to_file",
     "convert_to_folder",
     "export_to_hugging_face",
     "load_balancing_loss",
+    "load_pretrained",
     "materialize",
     "merged_model",
     "parallelize",

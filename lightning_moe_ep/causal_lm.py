@@ -29,6 +29,7 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_moe_ep.balance import load_balancing_loss
+from lightning_moe_ep.checkpoint import build_pretrained
 from lightning_moe_ep.experts import find_experts, find_routers
 
 Freeze = Literal["none", "experts", "router"]
@@ -104,14 +105,16 @@ class CausalLMModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        if self.hparams.pretrained is not None:
+        # A strategy that reads or makes the initial weights itself needs no more than the shapes.
+        on_meta = self._trainer is not None and getattr(self.trainer.strategy, "materializes_meta", False)
+        if self.hparams.pretrained is not None and on_meta:
+            self.model = build_pretrained(self.hparams.pretrained)
+        elif self.hparams.pretrained is not None:
             self.model = AutoModelForCausalLM.from_pretrained(
                 self.hparams.pretrained, dtype=torch.get_default_dtype(), local_files_only=True
             )
         else:
             config = AutoConfig.for_model(**self.hparams.config)
-            # A strategy that makes the initial weights itself needs no more than the shapes.
-            on_meta = self._trainer is not None and getattr(self.trainer.strategy, "materializes_meta", False)
             with torch.device("meta" if on_meta else self.device):
                 self.model = AutoModelForCausalLM.from_config(config)
         self.model.train()

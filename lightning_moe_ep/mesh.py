@@ -8,6 +8,8 @@ shows here and not inside the first backward.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +54,12 @@ class Meshes:
         if self.expert is None:
             raise RuntimeError("there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh")
         return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
+
+    def sum_over_world(self, number: int) -> int:
+        """The sum of one number of each rank, exchanged over the host."""
+        total = torch.tensor(number)
+        dist.all_reduce(total, group=self.host_group)
+        return int(total)
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Every process group of this rank with the name of its mesh dimension."""
@@ -145,3 +153,11 @@ def warm_up(name: str, group: dist.ProcessGroup, device_type: str) -> None:
             f"the first collective over the {name!r} group of ranks {ranks} gave {total} instead of {len(ranks)} on"
             f" rank {dist.get_rank()}; check the network between these ranks"
         )
+
+
+def let_gloo_finish_at_exit() -> None:
+    """Before the interpreter ends: gloo's threads free the tensors of the last collectives, and need it for that.
+
+    A thread that comes too late aborts the process (torch 2.13: "terminate called without an active exception").
+    """
+    atexit.register(time.sleep, 0.2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 # Private; read at transformers 5.24.0. A test fails when it moves.
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from lightning_moe_ep.checkpoint import load_pretrained
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
     Computation,
@@ -38,6 +40,7 @@ from lightning_moe_ep.experts import (
     mark_spread,
     spread_experts,
 )
+from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
@@ -57,6 +60,8 @@ def parallelize(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
+    pretrained: str | Path | None = None,
+    read_ahead: bool = False,
 ) -> None:
     """Spread the experts of `model` over ep and shard everything with FSDP2, in place.
 
@@ -73,6 +78,9 @@ def parallelize(
         reshard_after_forward: whether blocks free their gathered weights between forward and backward.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
+        pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
+            rank reading its share (see `load_pretrained`, for its errors too).
+        read_ahead: whether its files are read ahead.
 
     Raises:
         NoExpertsError: the model has no experts module.
@@ -154,6 +162,10 @@ def parallelize(
     if meshes.layout.fsdp > 1:
         for sequence in sequences:
             _prefetch([block for block in sequence if block not in roots])
+    if pretrained is not None:
+        device = torch.device(meshes.dense.device_type)
+        load_pretrained(model, pretrained, device=device, read_ahead=read_ahead)
+        materialize(model, seed=0, device=device)  # buffers that are computed, not saved
 
 
 def check_options(*, dispatcher: str, computation: str, combine_dtype: str) -> None:

@@ -30,7 +30,7 @@ def cut(full: Tensor, like: DTensor, *, device: torch.device | None = None) -> D
     """
     if full.shape != like.shape:
         raise ValueError(f"a tensor of shape {list(full.shape)} cannot fill one of shape {list(like.shape)}")
-    local = full[_part(like, like.device_mesh.get_coordinate())]
+    local = full[part_of(like)]
     local = local.to(device or like._local_tensor.device, copy=True, memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -48,7 +48,7 @@ def gather(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu() if first else None
     mesh = tensor.device_mesh.mesh
-    parts = {rank: _part(tensor, (mesh == rank).nonzero()[0].tolist()) for rank in mesh.flatten().tolist()}
+    parts = {rank: part_of(tensor, (mesh == rank).nonzero()[0].tolist()) for rank in mesh.flatten().tolist()}
     largest = max(math.prod(part.stop - part.start for part in slices) for slices in parts.values())
     mine = torch.zeros(largest, dtype=tensor.dtype, device=tensor._local_tensor.device)
     mine[: tensor._local_tensor.numel()] = tensor._local_tensor.flatten()
@@ -63,8 +63,10 @@ def gather(tensor: Tensor) -> Tensor | None:
     return full
 
 
-def _part(tensor: DTensor, coordinate: Sequence[int] | None) -> tuple[slice, ...]:
-    """Which part of the whole tensor the rank at `coordinate` of the tensor's mesh holds."""
+def part_of(tensor: DTensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Which part of the whole tensor the rank at `coordinate` of the tensor's mesh holds; None: this rank."""
+    if coordinate is None:
+        coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     part = [slice(0, size) for size in tensor.shape]
     mesh_dims = list(zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True))

@@ -6,14 +6,12 @@ weights, gradients, checkpoints.
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -25,23 +23,18 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import ExpertGradientCallback
-from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
+from lightning_moe_ep.data import count_ahead, resumable
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
-from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
 from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,
@@ -67,6 +60,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         reduce_every_micro_batch: bool = False,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -89,12 +83,15 @@ class MoEEPStrategy(ModelParallelStrategy):
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             save_distributed_checkpoint: Save a folder that all ranks write, instead of one file with whole tensors.
+            async_save: Copy what is saved to memory of the host, and write it while training goes on. A failure is
+                raised at the next step, or at the end. A second save waits for the first: let ModelCheckpoint have
+                `save_last="link"`, as `save_last=True` saves twice.
             process_group_backend: The backend of torch.distributed; None: nccl on GPUs, gloo on CPUs.
             timeout: How long a collective may take.
 
         Raises:
-            ValueError: ep or replicate is not a positive integer, or there is no such dispatcher, computation or
-                combine_dtype.
+            ValueError: ep or replicate is not a positive integer; there is no such dispatcher, computation or
+                combine_dtype; or async_save is asked for with save_distributed_checkpoint=False.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
@@ -120,6 +117,8 @@ class MoEEPStrategy(ModelParallelStrategy):
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.gradients = ExpertGradientCallback()
         """The gradient callback in use: the user's own, or this one."""
+        self._saver = checkpoints.Saver(folders=save_distributed_checkpoint, meanwhile=async_save, timeout=timeout)
+        self._resumption = checkpoints.Resumption()
         self._meshes: Meshes | None = None
         self._seed: int | None = None
 
@@ -179,8 +178,10 @@ class MoEEPStrategy(ModelParallelStrategy):
         # The first moment at which the world's size is known, and in the Trainer's constructor.
         world = self.num_nodes * self.num_processes
         Layout.for_world(world, ep=1 if self.ep == "auto" else self.ep, replicate=self.replicate)
+        self._launcher = None
         if world > 1:
             super()._configure_launcher()
+        self._launcher = checkpoints.recovering(self._launcher)
 
     @property
     @override
@@ -192,15 +193,17 @@ class MoEEPStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if not dist.is_initialized():
             self._seed = None
-            atexit.register(_let_gloo_finish)
+            let_gloo_finish_at_exit()
         self._setup_distributed()
         if self._seed is None:
             self._seed = broadcast_seed(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32)))
         if self.ep != "auto":
             self._build_meshes(self.ep)
-        self._put_gradient_callback_first()
-        # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         trainer = self.lightning_module.trainer
+        self.gradients = self.gradients.put_first(trainer)
+        self.precision_plugin.clip_by_norm = self.gradients.clip
+        self._saver.adopt(trainer)
+        # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
 
@@ -210,18 +213,6 @@ class MoEEPStrategy(ModelParallelStrategy):
         self._meshes = build_meshes(layout, self.root_device.type, timeout=self._timeout)
         self._device_mesh = self._meshes.expert or self._meshes.dense
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _put_gradient_callback_first(self) -> None:
-        assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.callbacks
-        given = [callback for callback in callbacks if isinstance(callback, ExpertGradientCallback)]
-        if len(given) > 1:
-            raise ValueError("the Trainer has more than one ExpertGradientCallback; gradients would be scaled twice")
-        self.gradients = given[0] if given else self.gradients
-        self.precision_plugin.clip_by_norm = self.gradients.clip
-        if given:
-            callbacks.remove(self.gradients)
-        callbacks.insert(0, self.gradients)
 
     @override
     @contextmanager
@@ -242,7 +233,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         with self.root_device:  # not the meta device, which may be the default here
             self._parallelize()
         # Run again (validate after fit), it would put a new model in place of the trained one.
-        self.lightning_module.configure_model = _keep_model
+        self.lightning_module.configure_model = lambda: None
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -287,6 +278,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         self._parallelize()  # does nothing, unless the model was built in `__init__`
         for managed in fsdp_modules(module):
             managed.reshard()  # an evaluation leaves the roots' weights gathered
+        checkpoints.read_pretrained(module, device=self.root_device)
         materialize(module, seed=self._seed, device=self.root_device)
         self.model_to_device()
         for parameter in module.parameters():
@@ -322,81 +314,81 @@ class MoEEPStrategy(ModelParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Tell a module that has `count_tokens(batch)` the token count of each accumulation window beforehand."""
-        module = self.lightning_module
-        assert module is not None
-        count = getattr(module, "count_tokens", None)
-        if count is None or not module.trainer.training:
-            return dataloader
-        return WindowedLoader(
-            cast(Iterable[Any], dataloader),
-            count=count,
-            accumulate=lambda: micro_batches_ahead(module.trainer),
-            sum_over_world=self._sum_over_world,
-        )
-
-    def _sum_over_world(self, number: int) -> int:
-        total = torch.tensor(number)
-        dist.all_reduce(total, group=self.meshes.host_group)
-        return int(total)
+        """Keep the position in an epoch; count the tokens of each window ahead if the module has `count_tokens`."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.training:
+            self._resumption.restore_random()
+            dataloader = resumable(dataloader, trainer)
+        return count_ahead(dataloader, trainer.lightning_module, sum_over_world=self.meshes.sum_over_world)
 
     # Checkpoints.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if self._save_distributed_checkpoint:
-            return get_model_state_dict(self.lightning_module, options=StateDictOptions(cpu_offload=True))
-        return checkpoints.full_model_state(self.lightning_module)
+        return self._saver.model_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._save_distributed_checkpoint:
-            options = StateDictOptions(cpu_offload=True)
-            return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
-        return checkpoints.full_optimizer_state(self.lightning_module, optimizer)
+        return self._saver.optimizer_state(self.lightning_module, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = Path(self.broadcast(filepath))
-        if self._save_distributed_checkpoint and storage_options is None:
-            checkpoints.save_folder(path, checkpoint, is_global_zero=self.is_global_zero)
-        else:
-            checkpoints.make_way_for_file(path, is_global_zero=self.is_global_zero)
-            super().save_checkpoint(checkpoint, path, storage_options)
+        assert self.lightning_module is not None
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
+        checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
+        self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
+        self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self._saver.remove(Path(filepath))
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._resumption.start(self.lightning_module.trainer)
+        self._saver.start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._saver.step(self.meshes.host_group)
+
+    @override
+    def on_train_end(self) -> None:
+        self._saver.finish(self.meshes.host_group)
+
+    @override
+    def teardown(self) -> None:
+        self._saver.close()
+        super().teardown()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load(
+        checkpoint = checkpoints.load(
             Path(self.broadcast(checkpoint_path)),
             self.lightning_module,
             self.optimizers if fitting else [],
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
         )
+        if fitting:
+            self._resumption.read(checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` has filled the model."""
-
-
-def _let_gloo_finish() -> None:
-    """Before the interpreter ends: gloo's threads free the tensors of the last collectives, and need it for that.
-
-    A thread that comes too late aborts the process (torch 2.13: "terminate called without an active exception").
-    """
-    time.sleep(0.2)
-
-
-def _keep_model() -> None:
-    """In place of `configure_model` once the model is built."""
 
 
 def register_strategies() -> None:

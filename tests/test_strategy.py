@@ -455,7 +455,7 @@ def _plain_trainer() -> tuple[Any, bool, int]:
     moved = [
         name for name, p in module.model.named_parameters() if not torch.equal(p.full_tensor(), module.before[name])
     ]
-    return plain.strategy.launcher, len(moved) == len(module.before), plain.global_step
+    return plain.strategy.launcher.is_interactive_compatible, len(moved) == len(module.before), plain.global_step
 
 
 class Notebook(CaseModule):
@@ -464,7 +464,7 @@ class Notebook(CaseModule):
 
 
 def test_one_device_runs_in_process(ranks: RankPool) -> None:
-    assert ranks.run(_plain_trainer, world=1) == [(None, True, 1)]
+    assert ranks.run(_plain_trainer, world=1) == [(True, True, 1)]
 
 
 # Data.

@@ -32,7 +32,7 @@ FLOORS = {
     "lora": 2,
     "towers": 2,
     "callbacks": 2,
-    "causal_lm": 2,
+    "causal_lm": 3,
     "layout": 1,
     "shards": 1,
     "experts": 1,

@@ -55,6 +55,19 @@ class ExpertGradientCallback(L.Callback):
         self._ep = 1
         self._logged: set[int] = set()
 
+    def put_first(self, trainer: L.Trainer) -> ExpertGradientCallback:
+        """Make the one that the user gave, else this one, the first of a Trainer's callbacks; returns it.
+
+        Raises:
+            ValueError: the user gave more than one.
+        """
+        given = [callback for callback in trainer.callbacks if isinstance(callback, ExpertGradientCallback)]
+        if len(given) > 1:
+            raise ValueError("the Trainer has more than one ExpertGradientCallback; gradients would be scaled twice")
+        first = given[0] if given else self
+        trainer.callbacks[:] = [first, *(callback for callback in trainer.callbacks if callback is not first)]
+        return first
+
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer = trainer

@@ -1,17 +1,23 @@
-"""Checkpoints of training state, at any layout."""
+"""Weights and training state, in and out, at any layout."""
 
-from lightning_moe_ep.checkpoint.training import (
-    full_model_state,
-    full_optimizer_state,
-    load,
-    make_way_for_file,
-    save_folder,
-)
+from lightning_moe_ep.checkpoint.background import Saver
+from lightning_moe_ep.checkpoint.pretrained import LoadReport, build_pretrained, load_pretrained, read_pretrained
+from lightning_moe_ep.checkpoint.record import KEY, describe
+from lightning_moe_ep.checkpoint.recovery import recovering
+from lightning_moe_ep.checkpoint.resumption import Resumption
+from lightning_moe_ep.checkpoint.training import full_model_state, full_optimizer_state, load
 
 __all__ = [
+    "KEY",
+    "LoadReport",
+    "Resumption",
+    "Saver",
+    "build_pretrained",
+    "describe",
     "full_model_state",
     "full_optimizer_state",
     "load",
-    "make_way_for_file",
-    "save_folder",
+    "load_pretrained",
+    "read_pretrained",
+    "recovering",
 ]

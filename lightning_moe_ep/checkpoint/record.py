@@ -22,6 +22,9 @@ from lightning_moe_ep.layout import Layout
 KEY = "moe_ep"
 """Under which the record is in a checkpoint."""
 
+NEVER_STEPPED = "never_stepped"
+"""Under which it has, by the number of the optimizer, the parameters of which that has no state yet."""
+
 
 def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
     """The record of a parallel model.

@@ -1,4 +1,4 @@
-"""Training checkpoints: what a Trainer saves and resumes, at any layout.
+"""Training checkpoints: what a Trainer resumes from, and the whole state that one file holds, at any layout.
 
 Two forms. A folder, written by all ranks through torch's distributed checkpoint (DCP), with Lightning's `meta.pt`
 beside it; or one file with whole tensors, in the form that Lightning writes for the plain model on one device. Either
@@ -7,8 +7,6 @@ is read at any layout. It is the one place that imports Lightning's private chec
 
 from __future__ import annotations
 
-import os
-import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ import torch.distributed as dist
 
 # Private; read at lightning 2.6.6. A test fails when they move.
 from lightning.fabric.strategies.model_parallel import (
-    _distributed_checkpoint_save,
     _is_full_checkpoint,
     _is_sharded_checkpoint,
     _load_checkpoint,
@@ -31,52 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ep.checkpoint.names import model_from_file, optimizer_from_file, optimizer_to_file
+from lightning_moe_ep.checkpoint.optimizers import check_stepped, load_optimizer
+from lightning_moe_ep.checkpoint.record import KEY, NEVER_STEPPED
+from lightning_moe_ep.checkpoint.recovery import look_up
 from lightning_moe_ep.experts import to_plain
 from lightning_moe_ep.shards import cut, gather
-
-
-def save_folder(path: Path, checkpoint: dict[str, Any], *, is_global_zero: bool) -> None:
-    """Write a checkpoint in the folder form; every rank calls this.
-
-    It is written beside its place and moved there when complete, so that no shard of an older save (by a larger
-    world, say) is left among the new ones.
-
-    Args:
-        path: the folder; what is there is replaced.
-        checkpoint: Lightning's, with sharded `state_dict` and `optimizer_states`.
-        is_global_zero: whether this rank writes what is not sharded.
-    """
-    saving, old = path.with_name(f".{path.name}.saving"), path.with_name(f".{path.name}.old")
-    if is_global_zero:
-        _remove(saving)
-        saving.mkdir(parents=True)
-    dist.barrier()
-    sharded = {"state_dict": checkpoint.pop("state_dict")}
-    for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
-        sharded[f"optimizer_{number}"] = state
-    _distributed_checkpoint_save(sharded, saving)
-    if is_global_zero:
-        torch.save(checkpoint, saving / _METADATA_FILENAME)
-        _remove(old)
-        if os.path.lexists(path):  # also a link that leads nowhere
-            path.rename(old)
-        saving.rename(path)
-        _remove(old)
-
-
-def make_way_for_file(path: Path, *, is_global_zero: bool) -> None:
-    """Remove a checkpoint in the folder form where one in the file form is to be; every rank calls this."""
-    # lightning 2.6: on a shared disk all ranks would remove it at once, and fail where another was faster.
-    if is_global_zero and _is_sharded_checkpoint(path):
-        _remove(path)
-    dist.barrier()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def load(
@@ -95,7 +51,8 @@ def load(
         The rest of the checkpoint.
 
     Raises:
-        ValueError: `path` is no checkpoint.
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: `path` is no checkpoint, or not a complete one.
         KeyError: optimizer state is wanted, but the checkpoint has none.
     """
     # What hyperparameters often hold. Lightning has no way to ask a sharding strategy for more than weights_only.
@@ -106,18 +63,16 @@ def load(
 def _load(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"the checkpoint {path} does not exist, or not where this rank can see it")
+    look_up(path)
     if _is_sharded_checkpoint(path):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
         if missing:
             raise _no_optimizer_state(path)
-        state = {
-            "state_dict": module,
-            **{f"optimizer_{n}": optimizer for n, optimizer in enumerate(optimizers)},
-        }
-        return _load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+        rest = _load_checkpoint(path=path, state={"state_dict": module}, strict=strict, weights_only=weights_only)
+        for number, optimizer in enumerate(optimizers):
+            load_optimizer(path, number, module, optimizer, _never_stepped(rest, number))
+        return rest
     if not _is_full_checkpoint(path) or not zipfile.is_zipfile(path):
         raise ValueError(
             f"{path} is not a checkpoint: neither a folder with {_METADATA_FILENAME} and shards, nor a file that"
@@ -130,9 +85,16 @@ def _load(
     states = checkpoint.pop("optimizer_states", [])
     if len(states) < len(optimizers):
         raise _no_optimizer_state(path)
-    for optimizer, optimizer_state in zip(optimizers, states, strict=False):
+    for number, (optimizer, optimizer_state) in enumerate(zip(optimizers, states, strict=False)):
         _load_full_optimizer_state(module, optimizer, optimizer_state)
+        if KEY in checkpoint and optimizer.state:
+            check_stepped(path, module, optimizer, _never_stepped(checkpoint, number))
     return checkpoint
+
+
+def _never_stepped(rest: Mapping[str, Any], number: int) -> list[str]:
+    """The parameters of which an optimizer had no state when it was saved, by the record."""
+    return rest.get(KEY, {}).get(NEVER_STEPPED, {}).get(number, [])
 
 
 def _no_optimizer_state(path: Path) -> KeyError:

@@ -11,14 +11,27 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 
+from lightning_moe_ep.data.around import LoaderAround
 
-class WindowedLoader:
+
+def count_ahead(loader: object, module: L.LightningModule, *, sum_over_world: Callable[[int], int]) -> object:
+    """The loader, wrapped in a `WindowedLoader` if the module trains and has `count_tokens(batch)`."""
+    count = getattr(module, "count_tokens", None)
+    if count is None or not module.trainer.training:
+        return loader
+    return WindowedLoader(
+        cast(Iterable[Any], loader),
+        count=count,
+        accumulate=lambda: micro_batches_ahead(module.trainer),
+        sum_over_world=sum_over_world,
+    )
+
+
+class WindowedLoader(LoaderAround):
     """Looks one accumulation window ahead and tells each batch how many items the window holds.
 
     Each batch leaves as a shallow `dict` copy with two more entries, both Python ints: `num_items_in_batch`,
     the items of the whole window over the whole world, and `num_micro_batches`, the batches in the window.
-    Everything else that a trainer reads or sets on a loader (`sampler`, `dataset`, `worker_init_fn`, ...) is
-    that of the wrapped loader.
 
     A loader that keeps its position (`state_dict`) is as far as the window it has read: a checkpoint taken
     between two optimizer steps continues exactly, one taken inside a window skips the rest of it.
@@ -44,8 +57,7 @@ class WindowedLoader:
         accumulate: Callable[[], int],
         sum_over_world: Callable[[int], int],
     ) -> None:
-        # Through __dict__, because __setattr__ below writes to the wrapped loader.
-        self.__dict__.update(_loader=loader, _count=count, _accumulate=accumulate, _sum_over_world=sum_over_world)
+        super().__init__(loader, _count=count, _accumulate=accumulate, _sum_over_world=sum_over_world)
         # Lightning tells the loaders that keep their position by a runtime protocol, and from Python 3.12 on
         # isinstance with one does not ask __getattr__. As methods of the class, these two would make every
         # loader seem to keep it.
@@ -57,20 +69,6 @@ class WindowedLoader:
         # The inner iterator is made now, not at the first batch: a DataLoader draws its seed from the global
         # generator at that moment, and training with and without this wrapper must draw alike.
         return self._windows(iter(self._loader))
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        # While it is unpickled, the instance has no `_loader` yet, and asking for it would come back here.
-        if "_loader" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning ends a fit with `loader._iterator = None` and seeds workers with `loader.worker_init_fn`;
-        # kept here, they would hide the wrapped loader's own and never reach it.
-        setattr(self._loader, name, value)
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
         for first in batches:

@@ -78,6 +78,8 @@ class Run:
     callbacks: dict[str, Any] | None = None
     """Of a ModelCheckpoint, if there is to be one."""
     options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """Further options of the strategy."""
     hparams: dict[str, Any] = field(default_factory=dict)
     seed: int = 7
     """Of the initial weights."""
@@ -175,8 +177,11 @@ def make_trainer(of: Run) -> L.Trainer:
             enable_model_summary=False,
             **options,
         )
-    strategy = MoEEPStrategy(ep=of.at.ep, replicate=of.at.replicate, save_distributed_checkpoint=FORMS[of.form])
-    return trainer(strategy, accumulate_grad_batches=STEP // of.at.world, **options)
+    options.setdefault("accumulate_grad_batches", STEP // of.at.world)
+    strategy = MoEEPStrategy(
+        ep=of.at.ep, replicate=of.at.replicate, save_distributed_checkpoint=FORMS[of.form], **of.strategy
+    )
+    return trainer(strategy, **options)
 
 
 @contextmanager

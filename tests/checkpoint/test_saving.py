@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from tests.pool import RankPool
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-@forms
+@pytest.mark.parametrize(("form", "meanwhile"), [("folder", False), ("folder", True), ("file", False)])
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_model_checkpoint(ranks: RankPool, tmp_path: Path, form: str, save_last: Any) -> None:
+def test_model_checkpoint(ranks: RankPool, tmp_path: Path, form: str, meanwhile: bool, save_last: Any) -> None:
     keeps = {
         "dirpath": str(tmp_path),
         "filename": "{step}",
@@ -28,14 +29,15 @@ def test_model_checkpoint(ranks: RankPool, tmp_path: Path, form: str, save_last:
         "save_top_k": 2,
         "save_last": save_last,
     }
-    on(ranks, Run(MIXED, form, max_steps=6, callbacks=keeps))
+    strategy = {"async_save": meanwhile}
+    on(ranks, Run(MIXED, form, max_steps=6, callbacks=keeps, strategy=strategy))
     names = {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
     for name in names:
         assert (tmp_path / name).is_dir() == FORMS[form]
 
-    outcomes = on(ranks, Run(EP2, form, max_steps=10, callbacks=keeps, resume="last"))
+    outcomes = on(ranks, Run(EP2, form, max_steps=10, callbacks=keeps, resume="last", strategy=strategy))
     assert [outcome.global_step for outcome in outcomes] == [10, 10]
     # It goes on keeping the best two: those of before are forgotten only as newer ones come.
     assert {path.name for path in tmp_path.iterdir()} == {"step=8.ckpt", "step=10.ckpt", "last.ckpt"}
@@ -49,6 +51,9 @@ def test_a_save_replaces_what_was_there(ranks: RankPool, tmp_path: Path, form: s
     path = tmp_path / "again.ckpt"
     on(ranks, Run(EP4, "folder", max_steps=1, save=str(path)))
     assert len(list(path.glob("*.distcp"))) == 4
+    listed = json.loads((path / "complete.json").read_text())["files"]
+    assert listed == {file.name: file.stat().st_size for file in path.iterdir() if file.name != "complete.json"}
+    assert {".metadata", "meta.pt", "__0_0.distcp"} < set(listed)
     on(ranks, Run(EP2, form, max_steps=2, save=str(path)))
     assert path.is_dir() == FORMS[form]
     if path.is_dir():

@@ -1,0 +1,84 @@
+"""Optimizer state from the folder form; what is not there is an error, never a zero.
+
+A parameter that no step has reached yet (a vision tower of a model that has seen texts only) has no state. A checkpoint
+lists these, so that a missing state can be told from a lost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+
+def never_stepped(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of the parameters that the optimizer trains, but has no state of."""
+    return [name for name, parameter in _trained(module, optimizer) if parameter not in optimizer.state]
+
+
+def check_stepped(path: Path, module: nn.Module, optimizer: Optimizer, known: Collection[str]) -> None:
+    """See that an optimizer, as it was loaded, has a state of every parameter that it trains.
+
+    Args:
+        path: of the checkpoint.
+        module: the model.
+        optimizer: of the model.
+        known: the parameters of which the checkpoint says that it has none.
+
+    Raises:
+        KeyError: it has none of others.
+    """
+    if lost := [name for name in never_stepped(module, optimizer) if name not in known]:
+        raise _lost(path, lost)
+
+
+def load_optimizer(path: Path, number: int, module: nn.Module, optimizer: Optimizer, known: Collection[str]) -> None:
+    """Fill an optimizer from a folder; every rank calls this.
+
+    Args:
+        path: the folder.
+        number: of the optimizer.
+        module: the model, sharded.
+        optimizer: of the model.
+        known: as for `check_stepped`.
+
+    Raises:
+        KeyError: the folder lacks the state of a parameter, or a part of it; on every rank.
+    """
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    wanted = get_optimizer_state_dict(module, optimizer)
+    state = wanted["state"]
+    lost, absent = [], []
+    for name, values in state.items():
+        missing = [key for key in values if f"optimizer_{number}.state.{name}.{key}" not in saved]
+        if missing and (name not in known or len(missing) < len(values)):
+            lost.append(name)
+        elif missing:
+            absent.append(name)
+    if lost:
+        raise _lost(path, lost)
+    for name in absent:
+        del state[name]
+    dcp.load({f"optimizer_{number}": wanted}, storage_reader=reader)
+    set_optimizer_state_dict(module, optimizer, wanted, options=StateDictOptions(strict=not absent))
+
+
+def _lost(path: Path, names: Sequence[str]) -> KeyError:
+    return KeyError(
+        f"{path} lacks optimizer state of {len(names)} parameter(s), {names[0]} first: they were not trained when it"
+        " was saved, or it is damaged. Train the same parameters, or start a new training from its weights"
+        " (CausalLMModule(pretrained=...), load_pretrained)"
+    )
+
+
+def _trained(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) in names:
+                yield names[id(parameter)], parameter

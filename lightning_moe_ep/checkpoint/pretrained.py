@@ -1,0 +1,191 @@
+"""Weights from a Hugging Face folder into a model that is sharded already.
+
+Each rank reads the bytes of its own experts and of its share of the rest. All that can be wrong with the names, shapes
+and files is found from the files' headers, before a weight is read, and is said on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from lightning_moe_ep.checkpoint.agreement import together
+from lightning_moe_ep.checkpoint.dequantize import dequantizer
+from lightning_moe_ep.checkpoint.places import Place, files_of, needed_by, plan_places
+from lightning_moe_ep.checkpoint.prefetch import prefetch
+from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles
+
+_log = logging.getLogger(__name__)
+
+_WORKERS = 4
+"""Threads that read: enough to keep a disk or network busy, few enough that little is held at once."""
+
+_WAITING = "_waits_for_pretrained"
+
+
+def build_pretrained(
+    folder: str | Path, auto_class: Any = AutoModelForCausalLM, *, read_ahead: bool = False, **options: Any
+) -> Any:
+    """A transformers model for the weights in a folder, on the meta device: the strategy reads them once it is sharded.
+
+    To be called in `configure_model`, in place of `from_pretrained`, which would read the whole model on every rank.
+
+    Args:
+        folder: a local Hugging Face folder.
+        auto_class: which of transformers' automatic classes builds the model, or a model class.
+        read_ahead: as in `load_pretrained`.
+        options: further arguments of its `from_config`, such as `dtype` or `attn_implementation`. By default the
+            dtype is torch's default one, whatever the files have.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"pretrained={str(folder)!r} is not a folder; download the model's files first")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if _quantization(folder) is not None:
+        del config.quantization_config  # the model's weights will not be quantised
+    options = {"dtype": torch.get_default_dtype(), **options}
+    from_config = getattr(auto_class, "from_config", None) or auto_class._from_config
+    with torch.device("meta"):
+        model = from_config(config, **options)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    setattr(model, _WAITING, (folder, read_ahead))
+    return model
+
+
+def read_pretrained(module: nn.Module, *, device: torch.device) -> None:
+    """Fill the models in `module` that `build_pretrained` made, each from its folder; every rank calls this."""
+    for model in module.modules():
+        if (waiting := vars(model).pop(_WAITING, None)) is not None:
+            folder, read_ahead = waiting
+            load_pretrained(model, folder, device=device, read_ahead=read_ahead)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What reading a model took on this rank."""
+
+    bytes_read: int
+    """Of the files, without what was read ahead."""
+
+    bytes_held: int
+    """Of the model's tensors on this rank, in the dtype of the files: what it has to read at least."""
+
+    bytes_ahead: int
+    """What it read ahead for the ranks of its node, with the gaps between."""
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    device: torch.device | None = None,
+    strict: bool = True,
+    read_ahead: bool = False,
+) -> LoadReport:
+    """Fill a model from a Hugging Face folder, in place; every rank calls this.
+
+    Args:
+        model: a transformers model, or what is around one (a PeftModel); sharded at any layout, or plain; on the meta
+            device or real. What is no DTensor is read on rank 0 and sent to the others.
+        folder: holds `config.json`, and `model.safetensors` or several such files with their index; seen by all ranks.
+        device: where tensors go that are on the meta device; None: the device of the mesh, or the CPU.
+        strict: whether the folder must have all that the model has, and nothing else. If not, what it lacks stays as
+            it is (on the meta device, it waits for `materialize`).
+        read_ahead: whether the ranks of a node first bring what they need into its page cache; see `prefetch`.
+
+    Returns:
+        What was read on this rank.
+
+    Raises:
+        ValueError: names are missing or unexpected, shapes or dtypes do not fit, or a file is missing, cut short or
+            damaged: all that is wrong, on every rank, before any weight is changed. If a file proves unreadable later,
+            the model is left half filled.
+        NotImplementedError: the weights are quantised in another way than FP8 blocks or MXFP4, which are dequantised.
+    """
+    folder = Path(folder)
+
+    def make_plan() -> list[Place]:
+        inner = _transformers_model(model)
+        return plan_places(inner, folder, _quantization(folder), strict=strict)
+
+    plan = together(make_plan)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    mine = [place for place in plan if first or isinstance(place.tensor, DTensor)]
+    ahead = prefetch(partial(needed_by, plan), files_of(plan)) if read_ahead else 0
+    for place in plan:
+        place.make_room(device)
+    start = time.perf_counter()
+    with OpenFiles() as files:
+        together(lambda: _read_all(mine, files, show=first))
+    if first:
+        seconds, size = time.perf_counter() - start, files.bytes_read / 2**20
+        _log.info(f"Read {size:,.0f} MiB of {folder} on rank 0 in {seconds:.1f} s ({size / seconds:,.0f} MiB/s)")
+    for place in plan:
+        if dist.is_initialized() and not isinstance(place.tensor, DTensor):
+            dist.broadcast(place.target, src=0)
+        place.settle()
+    held = sum(place.bytes_in_file for place in mine)
+    return LoadReport(bytes_read=files.bytes_read, bytes_held=held, bytes_ahead=ahead)
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    found: list[tuple[str, PreTrainedModel]] = []
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((name, module))
+    if len(found) != 1:
+        raise ValueError(
+            f"one folder holds one model, but in {type(model).__name__} there are {len(found)} of transformers"
+            f" {[name for name, _ in found]}; pass the one that is meant"
+        )
+    return found[0][1]
+
+
+def _quantization(folder: Path) -> Any:
+    """What dequantises the weights of a folder, if they are quantised."""
+    config = folder / "config.json"
+    if not config.exists():
+        raise FileNotFoundError(f"{folder} has no config.json; give the Hugging Face folder of a model")
+    return dequantizer(json.loads(config.read_text()).get("quantization_config"), folder)
+
+
+def _read_all(places: Sequence[Place], files: OpenFiles, *, show: bool) -> None:
+    """Fill the targets; in the order of the files, as they are read best."""
+    places = sorted(places, key=Place.position)
+    total = sum(place.target.numel() * place.target.itemsize for place in places)
+
+    def fill(place: Place) -> int:
+        place.recipe.read_into(place.target, place.region, files)
+        return place.target.numel() * place.target.itemsize
+
+    with (
+        ThreadPoolExecutor(_WORKERS) as pool,
+        tqdm(total=total, desc="Reading weights", unit="B", unit_scale=True, disable=None if show else True) as bar,
+    ):
+        waiting = [pool.submit(fill, place) for place in places]
+        try:
+            for future in waiting:
+                bar.update(future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

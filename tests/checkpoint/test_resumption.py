@@ -1,0 +1,168 @@
+"""A training that stops inside of an epoch sees each sample once, and draws the numbers that it would have drawn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ep import MoEEPStrategy
+from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, SINGLE, At
+from tests.models import build
+from tests.parity import trainer, worst
+from tests.pool import RankPool
+
+SAMPLES = 24
+"""In an epoch."""
+
+
+class Numbered(L.LightningModule):
+    """Takes samples by number; keeps which, and what was drawn for them."""
+
+    def __init__(self, batch_size: int, random: bool) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: list[list[int]] = []
+        self.drawn: list[float] = []
+
+    def configure_model(self) -> None:
+        self.model = build("own")
+
+    def train_dataloader(self) -> Any:
+        numbers = torch.arange(SAMPLES)
+        inputs = torch.randn(SAMPLES, 4, 64, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(numbers, inputs), batch_size=self.hparams.batch_size)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        numbers, inputs = batch
+        self.seen.append(numbers.tolist())
+        inputs = inputs.flatten(0, 1)
+        if self.hparams.random:
+            self.drawn += [random.random(), np.random.rand()]
+            inputs = nn.functional.dropout(inputs)
+        return self.model(inputs).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Fit:
+    at: At
+    batch_size: int
+    accumulate: int = 1
+    form: str = "folder"
+    random: bool = False
+    epochs: int = 2
+    max_steps: int = -1
+    resume: str | None = None
+    save: str | None = None
+    save_at: int = 2
+
+
+class SaveAt(L.Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+
+
+def fit(of: Fit) -> tuple[list[list[int]], list[float], dict[str, Tensor], int]:
+    """On a rank: the samples of each micro-batch, numbers drawn, weights, and the epochs that were completed."""
+    L.seed_everything(3, verbose=False)
+    module = Numbered(of.batch_size, of.random)
+    strategy = MoEEPStrategy(ep=of.at.ep, replicate=of.at.replicate, save_distributed_checkpoint=FORMS[of.form])
+    fitted = trainer(
+        strategy,
+        max_epochs=of.epochs,
+        max_steps=of.max_steps,
+        accumulate_grad_batches=of.accumulate,
+        callbacks=[SaveAt(of.save_at, of.save)] if of.save else [],
+        use_distributed_sampler=True,
+    )
+    fitted.fit(module, ckpt_path=of.resume)
+    weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in module.model.named_parameters()}
+    return module.seen, module.drawn, {n: w.detach().clone() for n, w in weights.items()}, fitted.current_epoch
+
+
+def of_steps(ranks: list[list[list[int]]], accumulate: int) -> list[set[int]]:
+    """The samples of each optimizer step."""
+    batches = [[sample for rank in ranks for sample in rank[number]] for number in range(len(ranks[0]))]
+    return [
+        {sample for batch in batches[first : first + accumulate] for sample in batch}
+        for first in range(0, len(batches), accumulate)
+    ]
+
+
+WAYS = {
+    # a step is 4 samples
+    "as it was": (Fit(EP2, 2), Fit(EP2, 2)),
+    "fewer ranks": (Fit(EP4, 1), Fit(EP2, 1, accumulate=2)),
+    "one rank": (Fit(EP2, 2), Fit(SINGLE, 1, accumulate=4)),
+    "more ranks": (Fit(SINGLE, 2, accumulate=2), Fit(MIXED, 1)),
+    "larger batches": (Fit(EP2, 1, accumulate=2), Fit(EP2, 2)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("save_at", [2, 6, 8])
+@pytest.mark.parametrize("way", WAYS)
+def test_samples(ranks: RankPool, tmp_path: Path, way: str, save_at: int, form: str) -> None:
+    before, after = WAYS[way]
+    path = str(tmp_path / "c.ckpt")
+    before = Fit(**{**vars(before), "form": form, "save": path, "save_at": save_at})
+    straight = ranks.run(fit, before, world=before.at.world)
+    steps = of_steps([seen for seen, *_ in straight], before.accumulate)
+    assert len(steps) == 12 and set().union(*steps[:6]) == set(range(SAMPLES))
+    after = Fit(**{**vars(after), "form": form, "resume": path})
+    resumed = ranks.run(fit, after, world=after.at.world)
+    assert of_steps([seen for seen, *_ in resumed], after.accumulate) == steps[save_at:]
+    for *_, weights, epochs in resumed:
+        error, name = worst(weights, straight[0][2])
+        assert error < 1e-5, f"{name} is off by {error:.1e}"
+        assert epochs == 2
+
+
+@pytest.mark.parametrize("save_at", [2, 6, 8])
+def test_random_numbers(ranks: RankPool, tmp_path: Path, save_at: int) -> None:
+    path = str(tmp_path / "c.ckpt")
+    straight = ranks.run(fit, Fit(EP2, 2, random=True, save=path, save_at=save_at), world=2)
+    resumed = ranks.run(fit, Fit(EP2, 2, random=True, resume=path), world=2)
+    for (seen, drawn, weights, _), (seen_before, drawn_before, weights_before, _) in zip(
+        resumed, straight, strict=True
+    ):
+        assert seen == seen_before[save_at:]
+        assert drawn == drawn_before[2 * save_at :]
+        assert all(torch.equal(weights[name], weights_before[name]) for name in weights)
+    assert straight[0][1] == straight[1][1], "seed_everything seeds all ranks alike"
+
+
+def _in_plain_lightning(path: str) -> int:
+    module = Numbered(4, False)
+    plain = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        max_epochs=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    plain.fit(module, ckpt_path=path)
+    return plain.global_step
+
+
+def test_plain_lightning_goes_on_from_inside_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.ckpt")
+    ranks.run(fit, Fit(EP2, 2, form="file", save=path), world=2)
+    assert _in_plain_lightning(path) == 12
