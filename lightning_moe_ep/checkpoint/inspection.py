@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_moe_ep.checkpoint.durable import MARKER, saving_place
 from lightning_moe_ep.checkpoint.looking import Look, Report, compare_counts, look_at_weights
 from lightning_moe_ep.checkpoint.stored import META, DamagedError, Stored, open_checkpoint
 
@@ -30,7 +31,7 @@ def inspect_path(path: str | Path) -> Report:
         NotACheckpointError: it is none of these.
     """
     path = Path(path)
-    interrupted = path.with_name(f".{path.name}.saving")
+    interrupted = saving_place(path)
     if not path.exists():
         more = f"; {interrupted} is what an interrupted save has left" if interrupted.exists() else ""
         raise FileNotFoundError(f"{path} does not exist{more}")
@@ -74,7 +75,7 @@ def _checkpoint(path: Path) -> Report:
 
 def _check_marker(path: Path, report: Report) -> None:
     """By the list that a save writes last; another strategy's folder has none."""
-    marker = path / "complete.json"
+    marker = path / MARKER
     if not marker.exists():
         if (path / META).exists() and not (path / ".metadata").exists():
             report.findings.append(f"{path} is incomplete: it has no .metadata")

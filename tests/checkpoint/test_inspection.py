@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from lightning_moe_ep import convert_to_folder, export_to_hugging_face
 from lightning_moe_ep.checkpoint.inspection import inspect_path
 from lightning_moe_ep.checkpoint.stored import NotACheckpointError
-from tests.checkpoint.exported import on, train_families
-from tests.checkpoint.runs import MIXED, Run
+from tests.checkpoint.exported import train_families
+from tests.checkpoint.runs import MIXED, Run, on
 from tests.pool import RankPool
 
 

@@ -19,8 +19,7 @@ from lightning_moe_ep.checkpoint import stored
 from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data
 from lightning_moe_ep.checkpoint.stored import DamagedError, Item, NotACheckpointError, Stored, open_checkpoint
 from lightning_moe_ep.trees import map_leaves
-from tests.checkpoint.exported import on
-from tests.checkpoint.runs import MIXED, Run
+from tests.checkpoint.runs import MIXED, Run, on
 from tests.pool import RankPool
 
 
