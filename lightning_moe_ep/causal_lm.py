@@ -93,7 +93,9 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(f"aux_loss={aux_loss!r} is not known; use one of {list(get_args(AuxLoss))}")
         if aux_loss == "global":
             _check_router_logits(
-                pretrained_config(Path(pretrained))[0] if pretrained is not None else AutoConfig.for_model(**config)
+                pretrained_config(Path(pretrained))[0]
+                if pretrained is not None
+                else AutoConfig.for_model(**(config or {}))
             )
         if freeze not in get_args(Freeze):
             raise ValueError(f"freeze={freeze!r} is not known; use one of {list(get_args(Freeze))}")

@@ -5,7 +5,6 @@ Tensors go through memory a few rows at a time; all else is written as it is.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +21,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
+from lightning_moe_ep.checkpoint.durable import seal
 from lightning_moe_ep.checkpoint.export import MAX_MEMORY, check_free_place, check_space, new_folder, size_in_bytes
 from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data, save_without_data
 from lightning_moe_ep.checkpoint.pieces import Module, Pieces, modules, to_parallel, to_plain
+from lightning_moe_ep.checkpoint.record import NEVER_STEPPED
 from lightning_moe_ep.checkpoint.safetensors_writer import sync, write_at
 from lightning_moe_ep.checkpoint.stored import META, Stored, open_checkpoint
 from lightning_moe_ep.trees import leaves_of, map_leaves, tensors_of
@@ -92,7 +93,9 @@ def convert_to_folder(checkpoint: str | Path, path: str | Path, *, max_memory: s
         )
     sharded: dict[str, Any] = {"state_dict": to_parallel(opened.pieces, opened.weights)}
     for number, (state, of_groups) in enumerate(zip(opened.optimizers, names, strict=False)):
-        sharded[f"optimizer_{number}"] = optimizer_to_folder(opened.pieces, state, of_groups)
+        sharded[f"optimizer_{number}"] = made = optimizer_to_folder(opened.pieces, state, of_groups)
+        for name in opened.record.get(NEVER_STEPPED, {}).get(number, ()):
+            made["state"].pop(name, None)  # beside experts that were stepped a file has zeros for it
     nbytes = sum(leaf.nbytes for leaf in leaves_of(sharded) if isinstance(leaf, Stored))
     with new_folder(target, nbytes=nbytes) as saving, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -107,8 +110,7 @@ def convert_to_folder(checkpoint: str | Path, path: str | Path, *, max_memory: s
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None
         torch.save(opened.rest, saving / META)
-        files = {file.name: file.stat().st_size for file in sorted(saving.iterdir())}
-        (saving / "complete.json").write_text(json.dumps({"format": 1, "files": files}))
+        seal(saving)
     return target
 
 

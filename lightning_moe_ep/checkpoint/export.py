@@ -26,8 +26,8 @@ MAX_SHARD_SIZE = "3GiB"
 """Below the bound on memory, so that who reads a file whole stays below it, too."""
 
 TOKENIZER_FILES = re.compile(
-    r"(tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|.*\.tiktoken|spiece\.model"
-    r"|chat_template\..*|(pre)?processor_config\.json|preprocessor_config\.json|video_preprocessor_config\.json)"
+    r"tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|.*\.tiktoken|spiece\.model"
+    r"|chat_template\..*|((video_)?pre)?processor_config\.json"
 )
 """What is copied of a folder with a tokenizer."""
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_moe_ep.checkpoint.durable import MARKER, saving_place
 from lightning_moe_ep.checkpoint.looking import Look, Report, compare_counts, look_at_weights
 from lightning_moe_ep.checkpoint.stored import META, DamagedError, Stored, open_checkpoint
 
@@ -30,7 +31,7 @@ def inspect_path(path: str | Path) -> Report:
         NotACheckpointError: it is none of these.
     """
     path = Path(path)
-    interrupted = path.with_name(f".{path.name}.saving")
+    interrupted = saving_place(path)
     if not path.exists():
         more = f"; {interrupted} is what an interrupted save has left" if interrupted.exists() else ""
         raise FileNotFoundError(f"{path} does not exist{more}")
@@ -74,18 +75,27 @@ def _checkpoint(path: Path) -> Report:
 
 def _check_marker(path: Path, report: Report) -> None:
     """By the list that a save writes last; another strategy's folder has none."""
-    marker = path / "complete.json"
+    marker = path / MARKER
     if not marker.exists():
         if (path / META).exists() and not (path / ".metadata").exists():
             report.findings.append(f"{path} is incomplete: it has no .metadata")
         return
-    for name, size in json.loads(marker.read_text())["files"].items():
+    for name, size in _listed(marker, "files", report).items():
         file = path / name
         if not file.exists():
             report.missing.append(name)
             report.findings.append(f"{name} is missing")
         elif file.stat().st_size != size:
             report.findings.append(f"{name} has {file.stat().st_size:,} bytes; {size:,} were saved")
+
+
+def _listed(path: Path, key: str, report: Report) -> dict[str, Any]:
+    """What a file of JSON lists under a key."""
+    try:
+        return dict(json.loads(path.read_text())[key])
+    except (ValueError, KeyError, TypeError) as error:
+        report.findings.append(f"{path.name} is damaged: {error!r}")
+        return {}
 
 
 def _look_at_moments(report: Report, number: int, optimizer: Mapping[str, Any]) -> None:
@@ -127,7 +137,7 @@ def _hugging_face(path: Path) -> Report:
     files = [file.name for file in path.iterdir() if _is_weights(file.name)]
     named: dict[str, str] = {}
     if (path / INDEX).exists():
-        named = json.loads((path / INDEX).read_text())["weight_map"]
+        named = _listed(path / INDEX, "weight_map", report)
         files = sorted(set(named.values()))
     elif not files:
         report.findings.append("there are no weights: neither model.safetensors nor an index of several files")

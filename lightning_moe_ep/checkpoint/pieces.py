@@ -29,12 +29,13 @@ def describe_pieces(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
-    """The names of the parameters of each group of each optimizer."""
+    """The names of the parameters of each group of each optimizer; none at all if one has others than the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    described = [
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
+    return [] if any("" in of_group for groups in described for of_group in groups) else described
 
 
 def _pieces(experts: Converted) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ from jsonargparse import ArgumentParser
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
 from lightning_moe_ep.checkpoint.export import MAX_MEMORY, MAX_SHARD_SIZE, export_to_hugging_face
 from lightning_moe_ep.checkpoint.inspection import inspect_path
-from lightning_moe_ep.checkpoint.stored import NotACheckpointError
 
 
 def export(
@@ -74,7 +73,7 @@ def _export(args: Sequence[str]) -> int:
     args = [re.sub("^--[a-z-]+", lambda option: "--" + option[0][2:].replace("-", "_"), arg) for arg in args]
     try:
         export(**parser.parse_args(args).as_dict())
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -87,7 +86,7 @@ def _inspect(args: Sequence[str]) -> int:
     given = parser.parse_args(list(args))
     try:
         report = inspect_path(given.path)
-    except (NotACheckpointError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report.as_dict(), indent=2) if given.json else report.text())

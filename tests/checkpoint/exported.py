@@ -6,45 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
-from typing_extensions import override
 
 from lightning_moe_ep import MoEEPStrategy
-from lightning_moe_ep.checkpoint.record import describe
-from tests.checkpoint import runs
-from tests.checkpoint.runs import Outcome, Run
 from tests.families.multimodal import TOWERS, multimodal_batch, multimodal_model
 from tests.families.tiny import fill, tiny_batch, tiny_config
 from tests.parity import trainer
-from tests.pool import RankPool
 
 FORMS = ("folder", "file")
-
-
-class Recorded(MoEEPStrategy):
-    """Notes in a checkpoint what the model is."""
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        checkpoint["moe_ep"] = describe(self.lightning_module, self.layout, self.optimizers)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-
-def run_recorded(of: Run) -> Outcome:
-    """On a rank: `run`, with a record in what it saves."""
-    with patch.object(runs, "MoEEPStrategy", Recorded):
-        return runs.run(of)
-
-
-def on(ranks: RankPool, of: Run) -> list[Outcome]:
-    return [runs.run(of)] if of.at is None else ranks.run(run_recorded, of, world=of.at.world)
 
 
 def family_model(family: str, **config: Any) -> nn.Module:
@@ -87,11 +61,11 @@ class FamilyModule(L.LightningModule):
 def train_family(family: str, folder: str, hparams: dict[str, Any], callbacks: list[L.Callback] | None = None) -> None:
     """On a rank: one step, saved as `FAMILY.folder` and `FAMILY.file`."""
     L.seed_everything(3, verbose=False)
-    strategy = Recorded(ep=2)
+    strategy = MoEEPStrategy(ep=2)
     fitted = trainer(strategy, max_steps=1, limit_val_batches=0, enable_checkpointing=False, callbacks=callbacks or [])
     fitted.fit(FamilyModule(family, **hparams))
     for form in FORMS:
-        strategy._save_distributed_checkpoint = form == "folder"
+        strategy._saver.folders = form == "folder"
         fitted.save_checkpoint(f"{folder}/{family}.{form}")
 
 

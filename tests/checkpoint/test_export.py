@@ -96,19 +96,21 @@ def test_another_dtype(trained: Path, tmp_path: Path) -> None:
     export_to_hugging_face(trained / "deepseek_v3.folder", tmp_path / "as it was")
     export_to_hugging_face(trained / "deepseek_v3.folder", tmp_path / "ours", dtype="bfloat16")
     before, after = files_of(tmp_path / "as it was"), files_of(tmp_path / "ours")
-    kept = [name for name in after if after[name].dtype == torch.float32]
-    # What the family keeps in fp32 whatever the dtype.
-    assert kept == [name for name in before if name.endswith("e_score_correction_bias")]
+    # What the family has in fp32 whatever is asked for.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "as it was", dtype=torch.bfloat16).state_dict()
+    kept = {name for name in after if after[name].dtype == torch.float32}
+    assert kept == {name for name in after if loaded.get(name, after[name][:0].bfloat16()).dtype == torch.float32}
+    assert kept == {f"model.layers.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")}
     assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in before)
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_the_tokenizer_comes_along(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "model.safetensors", "README"):
+    of_tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "preprocessor_config.json"}
+    for name in (*of_tokenizer, "model.safetensors", "README", "training_args.json"):
         (tmp_path / "tokenizer" / name).write_text("{}")
     ranks.run(train_family, "mixtral", str(tmp_path), {"pretrained": str(tmp_path / "tokenizer")}, world=2)
-    of_tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     of_model = {"model.safetensors", "config.json", "generation_config.json"}
     export_to_hugging_face(tmp_path / "mixtral.folder", tmp_path / "known")
     assert {file.name for file in (tmp_path / "known").iterdir()} == of_tokenizer | of_model

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from lightning_moe_ep import convert_to_folder, export_to_hugging_face
 from lightning_moe_ep.checkpoint.inspection import inspect_path
 from lightning_moe_ep.checkpoint.stored import NotACheckpointError
-from tests.checkpoint.exported import on, train_families
-from tests.checkpoint.runs import MIXED, Run
+from tests.checkpoint.exported import train_families
+from tests.checkpoint.runs import MIXED, Run, on
 from tests.pool import RankPool
 
 
@@ -190,6 +190,10 @@ def test_a_folder_that_is_not_what_was_saved(trained: Path, tmp_path: Path) -> N
     (found,) = inspect_path(folder).findings
     size = (folder / "meta.pt").stat().st_size
     assert found == f"meta.pt has {size:,} bytes; {size - 4:,} were saved"
+    (folder / "complete.json").rename(folder / "kept")
+    (folder / "complete.json").write_text("[]")
+    assert inspect_path(folder).findings[0].startswith("complete.json is damaged: TypeError(")
+    (folder / "kept").rename(folder / "complete.json")
     (folder / "__0_0.distcp").unlink()
     assert "__0_0.distcp is missing" in inspect_path(folder).findings
     assert inspect_path(folder).missing == ["__0_0.distcp"]
@@ -199,6 +203,11 @@ def test_a_file_that_is_cut_off(trained: Path, tmp_path: Path) -> None:
     data = (trained / "own.file").read_bytes()
     (tmp_path / "c.ckpt").write_bytes(data[: len(data) // 2])
     assert "is cut off or damaged" in inspect_path(tmp_path / "c.ckpt").findings[0]
+
+
+def _break_index(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text('{"metadata": ')
+    return "model.safetensors.index.json is damaged: JSONDecodeError("
 
 
 def _shard(folder: Path) -> Path:
@@ -262,7 +271,9 @@ def _no_weights(folder: Path) -> str:
     return "there are no weights: neither model.safetensors nor an index of several files"
 
 
-@pytest.mark.parametrize("change", [_truncate, _remove, _lose, _set_nan, _make_equal, _change_config, _no_weights])
+@pytest.mark.parametrize(
+    "change", [_truncate, _remove, _break_index, _lose, _set_nan, _make_equal, _change_config, _no_weights]
+)
 def test_findings_in_a_hugging_face_folder(trained: Path, tmp_path: Path, change: Callable[[Path], str]) -> None:
     shutil.copytree(trained / "qwen3_moe.huggingface", tmp_path / "hf")
     words = change(tmp_path / "hf")

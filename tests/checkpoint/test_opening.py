@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.core import saving
 
-from tests.checkpoint.exported import FamilyModule, on, train_family
-from tests.checkpoint.runs import EP2, MIXED, Module, Run
+from tests.checkpoint.exported import FamilyModule, train_family
+from tests.checkpoint.runs import EP2, MIXED, Module, Run, on
 from tests.pool import RankPool
 
 

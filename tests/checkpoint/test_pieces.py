@@ -135,6 +135,13 @@ def test_optimizer_state(kind: str) -> None:
     check_same(back, by_name)
 
 
+def test_an_optimizer_of_other_parameters_has_no_names() -> None:
+    model = _lists()
+    own = SGD(model.parameters(), lr=1e-2)
+    assert describe_optimizers(model, [own]) == [[list(dict(model.named_parameters()))]]
+    assert describe_optimizers(model, [own, SGD([nn.Parameter(torch.ones(2))], lr=1e-2)]) == []
+
+
 def test_experts_that_were_stepped_less_often() -> None:
     """In a file one expert's count is less, and another has no state: the largest count, and zeros."""
     model, optimizer, _, of_groups = _stepped("momentum")

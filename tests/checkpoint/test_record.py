@@ -31,17 +31,17 @@ def test_a_model_of_ones_own(ranks: RankPool, tmp_path: Path, form: str) -> None
     path = tmp_path / "c.ckpt"
     on(ranks, Run(MIXED, form, max_steps=1, save=str(path)))
     record = record_of(path)
-    names = [f"model.blocks.{n}.moe.{name}" for n in range(2) for name in ("router.weight", "experts.gate_up_proj")]
-    assert set(names) < {name for group in record["optimizers"][0] for name in group}
-    assert len(record["random"]) == 4
-    assert {key: record[key] for key in ("version", "layout", "experts", "models", "never_stepped", "pieces")} == {
+    assert record.pop("random")
+    ((matrices, vectors),) = record.pop("optimizers")
+    assert record == {
         "version": lightning_moe_ep.__version__,
         "layout": {"replicate": 1, "efsdp": 2, "ep": 2},
         "experts": {"model.blocks.0.moe.experts": 8, "model.blocks.1.moe.experts": 8},
         "models": {},
-        "never_stepped": {},
         "pieces": {},
+        "never_stepped": {},
     }
+    assert "model.blocks.0.moe.experts.down_proj" in matrices and "model.head.bias" in vectors
 
 
 class Two(L.LightningModule):

@@ -19,8 +19,7 @@ from lightning_moe_ep.checkpoint import stored
 from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data
 from lightning_moe_ep.checkpoint.stored import DamagedError, Item, NotACheckpointError, Stored, open_checkpoint
 from lightning_moe_ep.trees import map_leaves
-from tests.checkpoint.exported import on
-from tests.checkpoint.runs import MIXED, Run
+from tests.checkpoint.runs import MIXED, Run, on
 from tests.pool import RankPool
 
 
@@ -71,8 +70,8 @@ def test_a_file_is_what_torch_reads(saved: Path) -> None:
 def test_rows(saved: Path, form: str) -> None:
     for name, tensor in open_checkpoint(saved / form).tensors.items():
         right = tensor.whole()
-        for start in range(tensor.num_rows):
-            for stop in range(start, min(start + 7, tensor.num_rows) + 1):
+        for start in range(0, tensor.num_rows, 2):
+            for stop in range(start, min(start + 5, tensor.num_rows) + 1):
                 assert torch.equal(tensor.read(start, stop), right[start:stop]), name
         spans = list(tensor.spans(100))
         assert torch.equal(torch.cat([tensor.read(*span) for span in spans]), right)
