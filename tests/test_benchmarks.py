@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch, scale, step
+from benchmarks import dispatch, load, scale, step
 from benchmarks.harness import on_ranks
 
 
@@ -27,6 +28,17 @@ def test_step() -> None:
     assert case["memory_mib"].keys() == case["bytes_sent"].keys() == {*ours, "transformers", "fsdp2"}
     assert case["memory_mib"]["lightning_moe_ep[auto]"] < case["memory_mib"]["transformers"]
     assert case["bytes_sent"]["lightning_moe_ep[auto]"] < case["bytes_sent"]["transformers"]
+
+
+def test_load(tmp_path: Path) -> None:
+    load.make_folder(tmp_path, 24)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) / 2**20
+    assert 20 < size < 40
+    case = on_ranks(load.measure, 2, tmp_path, 1, True)
+    assert case["median_ms"].keys() == case["disk_mib"].keys() == {*load.VARIANTS}
+    assert case["disk_mib"][load.OURS] < 1.1 * size
+    peaks = {name: on_ranks(load.measure, 2, tmp_path, 1, False, name) for name in (load.OURS, load.THEIRS)}
+    assert size / 2 < peaks[load.OURS] < peaks[load.THEIRS]
 
 
 def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -53,9 +54,19 @@ def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] 
             }
             for path, model in outermost_models(module)
         },
-        "pieces": describe_pieces(module),
+        "pieces": _pieces_of(module),
         "optimizers": describe_optimizers(module, optimizers),
     }
+
+
+def _pieces_of(module: nn.Module) -> dict[str, Any]:
+    """Found once: with thousands of experts in lists it takes seconds, and a parallel model keeps its parameters."""
+    if module not in _PIECES:
+        _PIECES[module] = describe_pieces(module)
+    return _PIECES[module]
+
+
+_PIECES: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 def outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
