@@ -156,13 +156,12 @@ class Place:
         """Where the first of what is read is."""
         return next(((stored.file, stored.offset) for stored, _ in self.recipe.sources(self.region)), (Path(), 0))
 
-    def make_room(self, device: torch.device | None) -> None:
-        """Have a plain tensor for this rank's part: that of the model, or a new one if it has none yet."""
+    def make_room(self, device: torch.device) -> None:
+        """Have a plain tensor for this rank's part: that of the model, or a new one on `device` if it has none yet."""
         local = self.tensor.detach()
         if isinstance(local, DTensor):
-            device = device or torch.device(local.device_mesh.device_type)
             local = local._local_tensor
-        self.target = torch.empty_like(local, device=device or "cpu") if local.is_meta else local
+        self.target = torch.empty_like(local, device=device) if local.is_meta else local
 
     def settle(self) -> None:
         """Put what was on the meta device into the model."""

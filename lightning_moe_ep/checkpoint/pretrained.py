@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -157,6 +157,8 @@ def load_pretrained(
     first = not dist.is_initialized() or dist.get_rank() == 0
     mine = [place for place in plan if first or isinstance(place.tensor, DTensor)]
     ahead = prefetch(partial(needed_by, plan), files_of(plan)) if read_ahead else 0
+    meshes = (place.tensor.device_mesh for place in plan if isinstance(place.tensor, DTensor))
+    device = device or next((torch.device(mesh.device_type) for mesh in meshes), torch.device("cpu"))
     for place in plan:
         place.make_room(device)
     start = time.perf_counter()
@@ -167,10 +169,19 @@ def load_pretrained(
         _log.info(f"Read {size:,.0f} MiB of {folder} on rank 0 in {seconds:.1f} s ({size / seconds:,.0f} MiB/s)")
     for place in plan:
         if dist.is_initialized() and not isinstance(place.tensor, DTensor):
-            dist.broadcast(place.target, src=0)
+            _send(place.target)
         place.settle()
     held = sum(place.bytes_in_file for place in mine)
     return LoadReport(bytes_read=files.bytes_read, bytes_held=held, bytes_ahead=ahead)
+
+
+def _send(tensor: Tensor) -> None:
+    """Give all ranks what rank 0 has; NCCL takes nothing that is on the CPU."""
+    on_gpu = tensor.device.type == "cpu" and dist.get_backend() == "nccl"
+    sent = tensor.to(torch.device("cuda", torch.cuda.current_device())) if on_gpu else tensor
+    dist.broadcast(sent, src=0)
+    if sent is not tensor:
+        tensor.copy_(sent)
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -91,13 +91,13 @@ WAYS = [
     ("folder", "folder", True),
     ("folder", "folder", False),
     ("file", "file", False),
-    ("folder", "file", False),
     ("link", "folder", False),
     *(
         pytest.param(before, form, exchanges, marks=pytest.mark.sweep)
         for before, form, exchanges in [
             ("file", "file", True),
             ("folder", "file", True),
+            ("folder", "file", False),
             ("link", "folder", True),
             ("link", "file", True),
             ("link", "file", False),

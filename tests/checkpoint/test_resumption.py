@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ep import MoEEPStrategy
 from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, SINGLE, At
+from tests.matrix import mostly_in_the_sweep
 from tests.models import build
 from tests.parity import trainer, worst
 from tests.pool import RankPool
@@ -114,9 +115,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("save_at", [2, 6, 8])
-@pytest.mark.parametrize("way", WAYS)
+SAMPLED = [(way, save_at, form) for way in WAYS for save_at in (2, 6, 8) for form in FORMS]
+KEPT = [
+    ("as it was", 2, "folder"),
+    ("fewer ranks", 6, "folder"),
+    ("one rank", 8, "file"),
+    ("more ranks", 2, "folder"),
+    ("larger batches", 8, "folder"),
+]
+
+
+@pytest.mark.parametrize(("way", "save_at", "form"), mostly_in_the_sweep(SAMPLED, *KEPT))
 def test_samples(ranks: RankPool, tmp_path: Path, way: str, save_at: int, form: str) -> None:
     before, after = WAYS[way]
     path = str(tmp_path / "c.ckpt")
@@ -133,7 +142,7 @@ def test_samples(ranks: RankPool, tmp_path: Path, way: str, save_at: int, form: 
         assert epochs == 2
 
 
-@pytest.mark.parametrize("save_at", [2, 6, 8])
+@pytest.mark.parametrize("save_at", mostly_in_the_sweep([2, 6, 8], 2, 6))
 def test_random_numbers(ranks: RankPool, tmp_path: Path, save_at: int) -> None:
     path = str(tmp_path / "c.ckpt")
     straight = ranks.run(fit, Fit(EP2, 2, random=True, save=path, save_at=save_at), world=2)

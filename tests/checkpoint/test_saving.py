@@ -11,14 +11,22 @@ import torch
 from torch.distributed.tensor import _redistribute
 
 from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, Module, Run, make_trainer, messages, on
+from tests.matrix import mostly_in_the_sweep
 from tests.parity import worst
 from tests.pool import RankPool
 
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.mark.parametrize(("form", "meanwhile"), [("folder", False), ("folder", True), ("file", False)])
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize(
+    ("form", "meanwhile", "save_last"),
+    mostly_in_the_sweep(
+        [(*way, last) for way in (("folder", False), ("folder", True), ("file", False)) for last in (True, "link")],
+        ("folder", False, True),
+        ("folder", True, "link"),
+        ("file", False, "link"),
+    ),
+)
 def test_model_checkpoint(ranks: RankPool, tmp_path: Path, form: str, meanwhile: bool, save_last: Any) -> None:
     keeps = {
         "dirpath": str(tmp_path),
