@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: install demo test sweep families lint types format clean
+.PHONY: install demo test sweep more families lint types format clean
 
 install: $(READY)
 
@@ -23,9 +23,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-# What `make test` leaves out: every Mixture-of-Experts family of transformers, and more layouts.
+# What `make test` leaves out: every Mixture-of-Experts family of transformers,
 sweep: $(READY)
 	$(BIN)/python -m pytest -m sweep
+
+# and more layouts, more kills, the benchmarks.
+more: $(READY)
+	$(BIN)/python -m pytest -m more
 
 # Writes docs/families.md from such a run.
 families: $(READY)

@@ -21,7 +21,7 @@ def test_dispatch() -> None:
     assert 3 < case["bytes_sent"]["pairwise"] / case["bytes_sent"]["all_to_all"] < 4.1  # 4 pairs a row, less routing
 
 
-@pytest.mark.sweep
+@pytest.mark.more
 def test_step() -> None:
     case = on_ranks(step.measure, 2, 2, 2, True, 1)
     ours = {f"lightning_moe_ep[{name}]" for name in step.DISPATCHERS}
@@ -31,7 +31,7 @@ def test_step() -> None:
     assert case["bytes_sent"]["lightning_moe_ep[auto]"] < case["bytes_sent"]["transformers"]
 
 
-@pytest.mark.sweep
+@pytest.mark.more
 def test_load(tmp_path: Path) -> None:
     load.make_folder(tmp_path, 24)
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) / 2**20

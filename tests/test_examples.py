@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.processes import REPOSITORY, run_python
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 
 RESULTS = {
     "own_model.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
@@ -22,7 +22,7 @@ def test_every_example_is_known() -> None:
     assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} == RESULTS.keys()
 
 
-@pytest.mark.parametrize("name", mostly_in_the_sweep(RESULTS, "own_model.py"))
+@pytest.mark.parametrize("name", mostly_more(RESULTS, "own_model.py"))
 def test_example(name: str, tmp_path: Path) -> None:
     pattern, limit = RESULTS[name]
     (printed,) = run_python([str(REPOSITORY / "examples" / name)], cwd=tmp_path)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_moe_ep import CausalLMModule, MoEEPStrategy
 from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, N, Run, on, run
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import build
 from tests.parity import Case, CaseModule, check, trainer, worst
 from tests.pool import RankPool
@@ -37,7 +37,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(LAYOUTS, "efsdp2-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(LAYOUTS, "efsdp2-ep2"))
 def test_gradients_of_the_rest(ranks: RankPool, layout: str, frozen: str) -> None:
     check(ranks, Case(kind="qwen3_moe", steps=2, clip=0.1, frozen=FROZEN[frozen], **LAYOUTS[layout]))
 
@@ -79,7 +79,7 @@ def _reduced(case: Case) -> tuple[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("frozen", ["experts", "half of the experts' weights", "all but the first experts"])
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(["efsdp2", "ep2", "efsdp2-ep2"], "efsdp2-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(["efsdp2", "ep2", "efsdp2-ep2"], "efsdp2-ep2"))
 def test_nothing_frozen_is_reduced(ranks: RankPool, layout: str, frozen: str) -> None:
     case = Case(kind="qwen3_moe", frozen=FROZEN[frozen], **LAYOUTS[layout])
     for elements, trained in ranks.run(_reduced, case, world=case.world):
@@ -92,7 +92,7 @@ def test_nothing_frozen_is_reduced(ranks: RankPool, layout: str, frozen: str) ->
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "frozen", mostly_in_the_sweep([EXPERTS, r"\.down_proj$"], r"\.down_proj$"), ids=["experts", "half of them"]
+    "frozen", mostly_more([EXPERTS, r"\.down_proj$"], r"\.down_proj$"), ids=["experts", "half of them"]
 )
 def test_checkpoints(ranks: RankPool, tmp_path: Path, form: str, frozen: str) -> None:
     """Frozen or not, weights are in the checkpoint; the optimizer, which was given all parameters, resumes too."""

@@ -24,7 +24,7 @@ from lightning_moe_ep import (
     save_adapter,
 )
 from tests.cli.processes import REPOSITORY
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import build, make_batch
 from tests.parity import Probe, trainer, worst
 from tests.pool import RankPool
@@ -85,7 +85,7 @@ def _save(base: Path, folder: Path, ep: int, by_peft: bool) -> None:
         save_adapter(model, folder, selected_adapters=["other"])
 
 
-@pytest.mark.parametrize(("world", "ep"), mostly_in_the_sweep(LAYOUTS, (4, 2)))
+@pytest.mark.parametrize(("world", "ep"), mostly_more(LAYOUTS, (4, 2)))
 def test_what_is_saved_is_what_peft_would_save(
     ranks: RankPool, base: Path, tmp_path: Path, world: int, ep: int
 ) -> None:
@@ -116,7 +116,7 @@ def _load(base: Path, folder: Path, ep: int) -> Tensor:
     return logits_of(parallel(PeftModel.from_pretrained(load_base(base), folder), ep))
 
 
-@pytest.mark.parametrize(("world", "ep"), mostly_in_the_sweep(LAYOUTS, (4, 2)))
+@pytest.mark.parametrize(("world", "ep"), mostly_more(LAYOUTS, (4, 2)))
 def test_an_adapter_of_plain_peft_goes_on(ranks: RankPool, base: Path, tmp_path: Path, world: int, ep: int) -> None:
     plain = wrapped(base)
     plain.save_pretrained(tmp_path)
@@ -141,7 +141,7 @@ def _merge(base: Path, folder: Path, ep: int, active: list[str]) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("active", [["default"], ["default", "other"]], ids="-".join)
-@pytest.mark.parametrize(("world", "ep"), mostly_in_the_sweep(LAYOUTS, (4, 2)))
+@pytest.mark.parametrize(("world", "ep"), mostly_more(LAYOUTS, (4, 2)))
 def test_merging(ranks: RankPool, base: Path, tmp_path: Path, world: int, ep: int, active: list[str]) -> None:
     results = ranks.run(_merge, base, tmp_path / "ours", ep, active, world=world)
     assert [there for *_, there in results] == [True, *[False] * (world - 1)]
@@ -228,7 +228,7 @@ def _fit(options: dict[str, Any], ep: int, folder: Path) -> tuple[dict[str, Tens
 
 
 @pytest.mark.parametrize("source", ["config", "pretrained"])
-@pytest.mark.parametrize(("world", "ep"), mostly_in_the_sweep(LAYOUTS, (4, 2)))
+@pytest.mark.parametrize(("world", "ep"), mostly_more(LAYOUTS, (4, 2)))
 def test_a_module_that_wraps_its_model(
     ranks: RankPool, base: Path, tmp_path: Path, world: int, ep: int, source: str
 ) -> None:

@@ -15,7 +15,7 @@ from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.parallelize import fsdp_modules
 from lightning_moe_ep.precision import FSDP2Precision
 from tests import oracle
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import HIDDEN, OwnModel, build
 from tests.parity import Case, train, trainer
 from tests.pool import RankPool
@@ -158,7 +158,7 @@ def error_of(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["own", "qwen3_moe"])
-@pytest.mark.parametrize("dispatcher", mostly_in_the_sweep(["all_gather", "all_to_all", "three_chunks"], "all_to_all"))
+@pytest.mark.parametrize("dispatcher", mostly_more(["all_gather", "all_to_all", "three_chunks"], "all_to_all"))
 def test_bf16_gradients_are_as_good_as_those_of_one_process(
     ranks: RankPool, kind: str, world: int, dispatcher: str
 ) -> None:

@@ -15,11 +15,11 @@ from lightning_moe_ep.checkpoint.stored import Stored, open_checkpoint
 from lightning_moe_ep.trees import map_leaves
 from tests.checkpoint.exported import train_family
 from tests.checkpoint.runs import EP2, MIXED, N, Run, on, run
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.parity import worst
 from tests.pool import RankPool
 
-MODELS = mostly_in_the_sweep(["even", "6 experts of odd width", "a list of experts"], "a list of experts")
+MODELS = mostly_more(["even", "6 experts of odd width", "a list of experts"], "a list of experts")
 
 
 def check_same(ours: Any, theirs: Any, path: str = "") -> None:

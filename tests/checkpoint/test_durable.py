@@ -93,7 +93,7 @@ WAYS = [
     ("file", "file", False),
     ("link", "folder", False),
     *(
-        pytest.param(before, form, exchanges, marks=pytest.mark.sweep)
+        pytest.param(before, form, exchanges, marks=pytest.mark.more)
         for before, form, exchanges in [
             ("file", "file", True),
             ("folder", "file", True),

@@ -15,7 +15,7 @@ from lightning_moe_ep import HuggingFaceExport, MoEEPStrategy, export_to_hugging
 from tests.checkpoint.exported import FamilyModule, family_model, plain_model, train_family
 from tests.checkpoint.runs import Module
 from tests.checkpoint.test_export import files_of, same
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.parity import trainer
 from tests.pool import RankPool
 
@@ -26,8 +26,8 @@ def _train(family: str, folder: str, options: dict[str, Any]) -> None:
     train_family(family, folder, {}, [callback])
 
 
-@pytest.mark.parametrize("family", mostly_in_the_sweep(["qwen3_moe", "gpt_oss", "longcat_flash"], "longcat_flash"))
-@pytest.mark.parametrize("world", mostly_in_the_sweep([2, 4], 4))
+@pytest.mark.parametrize("family", mostly_more(["qwen3_moe", "gpt_oss", "longcat_flash"], "longcat_flash"))
+@pytest.mark.parametrize("world", mostly_more([2, 4], 4))
 def test_as_the_command_would(ranks: RankPool, tmp_path: Path, family: str, world: int) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")

@@ -161,7 +161,7 @@ def test_killed_trainings_go_on(tmp_path: Path, form: str, strategy: dict[str, A
     run_and_kill(tmp_path, form, strategy, save_last, kills=3, seed=1)
 
 
-@pytest.mark.sweep
+@pytest.mark.more
 @pytest.mark.parametrize(("form", "strategy", "save_last"), [*WAYS, ("file", {}, True)], ids=[*IDS, "a file"])
 def test_trainings_killed_ten_times_go_on(tmp_path: Path, form: str, strategy: dict[str, Any], save_last: Any) -> None:
     run_and_kill(tmp_path, form, strategy, save_last, kills=10, seed=2)

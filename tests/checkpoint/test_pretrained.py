@@ -28,7 +28,7 @@ from tests.families.find import families
 from tests.families.multimodal import TOWERS, multimodal_model
 from tests.families.tiny import tiny_model
 from tests.list_models import MixtralBlock
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_in_the_sweep, mostly_more
 from tests.pool import RankPool
 
 KINDS = ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_vl_moe_text", "longcat_flash", "inkling2_text"]
@@ -152,7 +152,7 @@ SIZES = [(1, 1, 1, 8), (2, 1, 1, 8), (4, 2, 1, 8), (4, 4, 1, 8), (4, 2, 2, 8), (
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("world", "ep", "replicate", "num_experts"), mostly_in_the_sweep(SIZES, SIZES[0], SIZES[4], SIZES[5], SIZES[6])
+    ("world", "ep", "replicate", "num_experts"), mostly_more(SIZES, SIZES[0], SIZES[4], SIZES[5], SIZES[6])
 )
 def test_layouts(
     ranks: RankPool, tmp_path: Path, world: int, ep: int, replicate: int, num_experts: int, ahead: bool
@@ -390,7 +390,7 @@ def _fails(folder: Path, only: int | None = None) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("only", mostly_in_the_sweep([None, 1], None))
+@pytest.mark.parametrize("only", mostly_more([None, 1], None))
 def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, tmp_path: Path, case: str, only: int | None) -> None:
     change, sharded, messages = WRONG[case]
     save(tmp_path / "good", qwen(), **({"max_shard_size": "150KB"} if sharded else {}))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ep import MoEEPStrategy
 from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, SINGLE, At
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import build
 from tests.parity import trainer, worst
 from tests.pool import RankPool
@@ -125,7 +125,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize(("way", "save_at", "form"), mostly_in_the_sweep(SAMPLED, *KEPT))
+@pytest.mark.parametrize(("way", "save_at", "form"), mostly_more(SAMPLED, *KEPT))
 def test_samples(ranks: RankPool, tmp_path: Path, way: str, save_at: int, form: str) -> None:
     before, after = WAYS[way]
     path = str(tmp_path / "c.ckpt")
@@ -142,7 +142,7 @@ def test_samples(ranks: RankPool, tmp_path: Path, way: str, save_at: int, form: 
         assert epochs == 2
 
 
-@pytest.mark.parametrize("save_at", mostly_in_the_sweep([2, 6, 8], 2, 6))
+@pytest.mark.parametrize("save_at", mostly_more([2, 6, 8], 2, 6))
 def test_random_numbers(ranks: RankPool, tmp_path: Path, save_at: int) -> None:
     path = str(tmp_path / "c.ckpt")
     straight = ranks.run(fit, Fit(EP2, 2, random=True, save=path, save_at=save_at), world=2)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import _redistribute
 
 from tests.checkpoint.runs import EP2, EP4, FORMS, MIXED, Module, Run, make_trainer, messages, on
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.parity import worst
 from tests.pool import RankPool
 
@@ -20,7 +20,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 @pytest.mark.parametrize(
     ("form", "meanwhile", "save_last"),
-    mostly_in_the_sweep(
+    mostly_more(
         [(*way, last) for way in (("folder", False), ("folder", True), ("file", False)) for last in (True, "link")],
         ("folder", False, True),
         ("folder", True, "link"),

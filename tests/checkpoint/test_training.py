@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.runs import EP2, EP4, FORMS, FSDP, MIXED, MODELS, REPLICAS, SINGLE, At, N, Outcome, Run, on, run
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.parity import worst
 from tests.pool import RankPool
 
@@ -67,7 +67,7 @@ WAYS: list[tuple[At, At]] = [
 @pytest.mark.parametrize(
     "way",
     [
-        way if way in WAYS else pytest.param(way, marks=pytest.mark.sweep)
+        way if way in WAYS else pytest.param(way, marks=pytest.mark.more)
         for way in product([SINGLE, FSDP, EP2, MIXED, EP4, REPLICAS], repeat=2)
     ],
     ids=lambda way: f"{way[0]} to {way[1]}",
@@ -82,7 +82,7 @@ def test_resuming_at_another_layout_equals_not_stopping(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", mostly_in_the_sweep([m for m in MODELS if m != "even"], "6 experts of odd width"))
+@pytest.mark.parametrize("model", mostly_more([m for m in MODELS if m != "even"], "6 experts of odd width"))
 @pytest.mark.parametrize("way", [(MIXED, EP2), (EP2, MIXED), (MIXED, SINGLE)], ids=lambda way: f"{way[0]} to {way[1]}")
 def test_uneven_shards(
     ranks: RankPool, straight: dict[str, Outcome], folder: Path, way: tuple[At, At], model: str, form: str
@@ -110,7 +110,7 @@ def test_a_plain_lightning_checkpoint_goes_on_here(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("at", mostly_in_the_sweep([MIXED, REPLICAS], MIXED), ids=str)
+@pytest.mark.parametrize("at", mostly_more([MIXED, REPLICAS], MIXED), ids=str)
 def test_one_file_is_what_one_device_would_save(ranks: RankPool, tmp_path: Path, model: str, at: At) -> None:
     first, last = str(tmp_path / "first.ckpt"), str(tmp_path / "last.ckpt")
     plain_first, plain_last = str(tmp_path / "plain-first.ckpt"), str(tmp_path / "plain-last.ckpt")

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.parity import Case, check
 from tests.pool import RankPool
 
@@ -27,7 +27,7 @@ def test_own_model(ranks: RankPool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(LAYOUTS, "efsdp3-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(LAYOUTS, "efsdp3-ep2"))
 def test_family(ranks: RankPool, family: str, layout: str) -> None:
     check(ranks, Case(kind=family, steps=3, clip=0.1, **LAYOUTS[layout]))
 
@@ -69,7 +69,7 @@ DISPATCHERS = ["all_gather", "all_to_all", "three_chunks"]
 
 @pytest.mark.parametrize(
     ("name", "dispatcher"),
-    mostly_in_the_sweep(
+    mostly_more(
         [(n, d) for n, case in ODD.items() for d in (DISPATCHERS if case.ep > 1 else DISPATCHERS[:1])],
         *((n, "all_to_all" if case.ep > 1 else DISPATCHERS[0]) for n, case in ODD.items()),
     ),
@@ -96,6 +96,6 @@ def test_families_with_odd_sizes(ranks: RankPool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(["efsdp3-ep2", "replicate2-ep2"], "efsdp3-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(["efsdp3-ep2", "replicate2-ep2"], "efsdp3-ep2"))
 def test_norm_types(ranks: RankPool, norm_type: float, layout: str) -> None:
     check(ranks, Case(steps=2, clip=0.05, norm_type=norm_type, **LAYOUTS[layout]))

@@ -18,7 +18,7 @@ from lightning_moe_ep.gradients import scale_gradients
 from tests import oracle
 from tests.checkpoint.runs import EP2, EP4, FORMS, FSDP, MIXED, N, Run, on, run
 from tests.families.tiny import loss_of, tiny_batch, tiny_model
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import build, make_batch
 from tests.parity import Case, check, plain, train, worst
 from tests.pool import RankPool
@@ -52,7 +52,7 @@ LORA = {
 
 
 @pytest.mark.parametrize("lora", LORA)
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(LAYOUTS, "efsdp2-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(LAYOUTS, "efsdp2-ep2"))
 def test_layouts(ranks: RankPool, layout: str, lora: str) -> None:
     check(ranks, Case(kind="qwen3_moe", model={"lora": LORA[lora]}, steps=2, clip=0.1, **LAYOUTS[layout]))
 
@@ -103,7 +103,7 @@ def _family(family: str, targets: tuple[str, ...], computation: Any) -> tuple[fl
     return worst(plain(model, ours), right)
 
 
-@pytest.mark.sweep
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("family", "targets", "computations"),
     [

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightning_moe_ep import Layout, build_meshes, materialize, parallelize
 from tests import oracle
 from tests.list_models import BLOCKS, ScaledMLP, plain_names
-from tests.matrix import mostly_in_the_sweep
+from tests.matrix import mostly_more
 from tests.models import build
 from tests.parity import Case, train, whole, worst
 from tests.pool import RankPool
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("layout", mostly_in_the_sweep(LAYOUTS, "efsdp2-ep2"))
+@pytest.mark.parametrize("layout", mostly_more(LAYOUTS, "efsdp2-ep2"))
 def test_gradients(ranks: RankPool, kind: str, layout: str) -> None:
     check(ranks, Case(kind=kind, steps=2, clip=0.1, **LAYOUTS[layout]))
 
@@ -80,7 +80,7 @@ def test_odd_sizes(ranks: RankPool, name: str) -> None:
     check(ranks, ODD[name])
 
 
-@pytest.mark.parametrize("dispatcher", mostly_in_the_sweep(["all_gather", "all_to_all", "three_chunks"], "all_to_all"))
+@pytest.mark.parametrize("dispatcher", mostly_more(["all_gather", "all_to_all", "three_chunks"], "all_to_all"))
 @pytest.mark.parametrize("name", ["no call on rank 0", "unequal tokens"])
 def test_dispatchers(ranks: RankPool, name: str, dispatcher: str) -> None:
     check(ranks, dataclasses.replace(ODD[name], strategy={"dispatcher": dispatcher}))
@@ -125,7 +125,7 @@ def _initial(kind: str, ep: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", [DEEPSEEK, SCALED, "pretrained"])
-@pytest.mark.parametrize(("world", "ep"), mostly_in_the_sweep([(1, 1), (2, 1), (2, 2), (4, 2)], (4, 2)))
+@pytest.mark.parametrize(("world", "ep"), mostly_more([(1, 1), (2, 1), (2, 2), (4, 2)], (4, 2)))
 def test_initial_weights_from_the_meta_device(ranks: RankPool, kind: str, world: int, ep: int) -> None:
     for ours, plain in ranks.run(_initial, kind, ep, world=world):
         assert list(ours) == list(plain)
