@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_moe_ep.checkpoint.durable import MARKER, saving_place
 from lightning_moe_ep.checkpoint.looking import Look, Report, compare_counts, look_at_weights
-from lightning_moe_ep.checkpoint.stored import META, DamagedError, Stored, open_checkpoint
-
-INDEX = "model.safetensors.index.json"
+from lightning_moe_ep.checkpoint.pretrained import problems_of
+from lightning_moe_ep.checkpoint.safetensors_files import INDEX, SINGLE
+from lightning_moe_ep.checkpoint.stored import META, DamagedError, Stored, StoredCheckpoint, open_checkpoint
 
 
 def inspect_path(path: str | Path) -> Report:
@@ -32,6 +32,10 @@ def inspect_path(path: str | Path) -> Report:
     """
     path = Path(path)
     interrupted = saving_place(path)
+    if path.exists() and path.name.startswith(".") and path.name.endswith(".saving"):
+        report = Report(str(path), "folder" if path.is_dir() else "file", _size(path))
+        report.findings.append("it is what an interrupted save has left; it is incomplete and can be removed")
+        return report
     if not path.exists():
         more = f"; {interrupted} is what an interrupted save has left" if interrupted.exists() else ""
         raise FileNotFoundError(f"{path} does not exist{more}")
@@ -62,6 +66,14 @@ def _checkpoint(path: Path) -> Report:
     except DamagedError as error:
         report.findings.append(str(error))
         return report
+    try:
+        _look(report, opened)
+    except DamagedError as error:
+        report.findings.append(str(error))
+    return report
+
+
+def _look(report: Report, opened: StoredCheckpoint) -> None:
     record = opened.record
     report.layout, report.step = record.get("layout"), opened.rest.get("global_step")
     report.optimizers = len(opened.optimizers)
@@ -70,7 +82,6 @@ def _checkpoint(path: Path) -> Report:
         compare_counts(report, f"{name}." if name else "", model["config"])
     for number, optimizer in enumerate(opened.optimizers):
         _look_at_moments(report, number, optimizer)
-    return report
 
 
 def _check_marker(path: Path, report: Report) -> None:
@@ -136,7 +147,11 @@ def _hugging_face(path: Path) -> Report:
     report = Report(str(path), "huggingface", _size(path))
     files = [file.name for file in path.iterdir() if _is_weights(file.name)]
     named: dict[str, str] = {}
-    if (path / INDEX).exists():
+    if (path / SINGLE).exists():
+        files = [SINGLE]
+        if (path / INDEX).exists():
+            report.findings.append(f"{SINGLE} is what is read; {INDEX} beside it is left from another save")
+    elif (path / INDEX).exists():
         named = _listed(path / INDEX, "weight_map", report)
         files = sorted(set(named.values()))
     elif not files:
@@ -158,8 +173,10 @@ def _hugging_face(path: Path) -> Report:
     look_at_weights(report, weights, {})
     if not (path / "config.json").exists():
         report.missing.append("config.json")
-    elif report.experts:
-        compare_counts(report, "", json.loads((path / "config.json").read_text()))
+    elif not report.findings:
+        report.findings += problems_of(path)
+        if report.experts:
+            compare_counts(report, "", json.loads((path / "config.json").read_text()))
     return report
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -94,6 +95,23 @@ def pretrained_config(source: Path) -> tuple[PreTrainedConfig, type[PreTrainedMo
     if quantizer is not None:
         del config.quantization_config  # the model's weights will not be quantised
     return config, None
+
+
+def problems_of(folder: Path) -> list[str]:
+    """What keeps a Hugging Face folder from being read, a line each; nothing where transformers has no such class."""
+    try:
+        config, _ = pretrained_config(folder)
+        kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+        model = build_pretrained(folder, kind)
+    except NotImplementedError as error:
+        return [str(error)]
+    except Exception:  # code of the model's own, or a configuration that transformers does not know
+        return []
+    try:
+        plan_places(model, _recipes(model, folder), source=folder, strict=True)
+    except ValueError as error:
+        return [line.strip() for line in str(error).splitlines()]
+    return []
 
 
 def read_pretrained(module: nn.Module, *, device: torch.device) -> None:

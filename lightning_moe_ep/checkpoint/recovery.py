@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_moe_ep.checkpoint import durable
 from lightning_moe_ep.checkpoint.agreement import on_every_rank, on_rank_0
+from lightning_moe_ep.checkpoint.stored import DamagedError, read_metadata
 
 
 def look_up(path: Path) -> None:
@@ -31,7 +32,16 @@ def look_up(path: Path) -> None:
 
     on_rank_0(lambda: durable.recover(path))
     on_every_rank(exists)
-    on_rank_0(lambda: durable.check_complete(path))
+    on_rank_0(lambda: _check(path))
+
+
+def _check(path: Path) -> None:
+    durable.check_complete(path)
+    if (path / ".metadata").exists():
+        try:
+            read_metadata(path)
+        except DamagedError as error:
+            raise ValueError(str(error)) from None
 
 
 def recovering(launcher: _Launcher | None) -> _Launcher:

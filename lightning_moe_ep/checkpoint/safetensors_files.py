@@ -158,7 +158,9 @@ class OpenFiles:
 
 
 def stored_tensors(folder: Path) -> dict[str, FileTensor]:
-    """All tensors of a folder: those of `model.safetensors`, or of the files that its index names.
+    """All tensors of a folder: those of `model.safetensors`, or, if there is none, of the files that its index names.
+
+    An index beside a single file is one that an earlier save has left; transformers does not read it either.
 
     Reads the files' headers only.
 
@@ -167,10 +169,10 @@ def stored_tensors(folder: Path) -> dict[str, FileTensor]:
             index promises.
     """
     index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise ValueError(_nothing_to_read(folder))
+    if (folder / SINGLE).exists():
         return {tensor.name: tensor for tensor in _tensors_of(folder / SINGLE, first="")}
+    if not index.exists():
+        raise ValueError(_nothing_to_read(folder))
     try:
         where: dict[str, str] = json.loads(index.read_text())["weight_map"]
         items = list(where.items())

@@ -13,6 +13,7 @@ import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data
 
@@ -212,9 +213,17 @@ class Item:
     """Bytes, of the inner file."""
 
     def load(self) -> Any:
-        with self.file.open("rb") as file:
+        with self.file.open("rb") as file, self._damage_is_told():
             file.seek(self.offset)
             return torch.load(io.BytesIO(file.read(self.length)), map_location="cpu", weights_only=True)
+
+    @contextmanager
+    def _damage_is_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise DamagedError(f"{self.file} is damaged at byte {self.offset:,}: {reason}") from None
 
     def read_into(self, target: Tensor, start: int) -> None:
         """Read rows of the piece, from `start` on, without reading the others.
@@ -226,7 +235,8 @@ class Item:
         if not target.numel():
             return
         with self.file.open("rb") as file:
-            layout = load_without_data(_Part(file, self.offset, self.length))
+            with self._damage_is_told():
+                layout = load_without_data(_Part(file, self.offset, self.length))
             if not layout.is_contiguous():
                 target.copy_(_rows(self.load(), start, start + len(target) if target.ndim else 1))
                 return
@@ -271,12 +281,11 @@ def _open_folder(path: Path, weights_only: bool | None) -> StoredCheckpoint:
         if len(missing) == 2 and not any(path.glob("*.distcp")):
             raise NotACheckpointError(f"{path} is not a Trainer's checkpoint: a folder without {META} and .metadata")
         raise DamagedError(f"{path} is not complete: {' and '.join(missing)} is missing")
-    metadata = FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
     items = {
         index: Item(path / info.relative_path, info.offset, info.length)
         for index, info in metadata.storage_data.items()
     }
-    _check_sizes(path, items.values())
     tree: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         keys = metadata.planner_data[name] if metadata.planner_data else (name,)
@@ -290,6 +299,21 @@ def _open_folder(path: Path, weights_only: bool | None) -> StoredCheckpoint:
     optimizers = [_listed(tree.pop(f"optimizer_{n}")) for n in range(len(tree)) if f"optimizer_{n}" in tree]
     rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     return StoredCheckpoint(path, True, weights, optimizers, rest)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What DCP has written where in a folder.
+
+    Raises:
+        DamagedError: that cannot be read, or a file is missing or too short for it.
+    """
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        items = [Item(path / i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()]
+    except Exception as error:  # it is a pickle, so damage can raise anything
+        raise DamagedError(f"{path / '.metadata'} is damaged: {type(error).__name__}: {error}") from None
+    _check_sizes(path, items)
+    return metadata
 
 
 def _check_sizes(path: Path, items: Iterable[Item]) -> None:

@@ -23,6 +23,7 @@ from lightning.fabric.strategies.model_parallel import (
 )
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -69,9 +70,13 @@ def _load(
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
         if missing:
             raise _no_optimizer_state(path)
-        rest = _load_checkpoint(path=path, state={"state_dict": module}, strict=strict, weights_only=weights_only)
-        for number, optimizer in enumerate(optimizers):
-            load_optimizer(path, number, module, optimizer, _never_stepped(rest, number))
+        try:
+            rest = _load_checkpoint(path=path, state={"state_dict": module}, strict=strict, weights_only=weights_only)
+            for number, optimizer in enumerate(optimizers):
+                load_optimizer(path, number, module, optimizer, _never_stepped(rest, number))
+        except CheckpointException as error:  # no Exception; it has those of all ranks
+            rank, (reason, _) = next(iter(sorted(error.failures.items())))
+            raise ValueError(f"{path} cannot be read: {reason} (rank {rank})") from error
         return rest
     if not _is_full_checkpoint(path) or not zipfile.is_zipfile(path):
         raise ValueError(
