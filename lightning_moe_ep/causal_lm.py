@@ -7,6 +7,7 @@ as data parallelism does, is that of the token-weighted mean over the world and 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -150,6 +151,15 @@ class CausalLMModule(L.LightningModule):
                 f"the data has {needed} token ids, but the model's vocab_size is {available}; use the model's own"
                 " tokenizer, or a config with a larger vocab_size"
             )
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have the checkpoint stand for itself: the configuration in place of the folder, which may go or move."""
+        hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        if (folder := hyper_parameters.get("pretrained")) is not None and self.model is not None:
+            config = json.loads(self.model.config.to_json_string(use_diff=False))
+            config["_name_or_path"] = str(Path(folder).absolute())
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {**hyper_parameters, "config": config, "pretrained": None}
 
     @override
     def forward(self, batch: Mapping[str, Tensor], **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule, build_pretrained
 from tests.models import FAMILIES
 from tests.parity import Probe, trainer, whole, worst
 from tests.pool import RankPool
@@ -238,6 +239,48 @@ def test_weights_of_a_checkpoint_are_tuned_on(ranks: RankPool, tmp_path: Path, f
     module = CausalLMModule(pretrained=str(path), learning_rate=0.0)
     _plain(1).fit(module, Batches((((1, 0),),)))
     assert all(torch.equal(p, weights[name]) for name, p in module.model.named_parameters())
+
+
+def _tune(folder: str, path: str) -> None:
+    fitted = trainer(MoEEPStrategy(ep=2), max_steps=1)
+    fitted.fit(CausalLMModule(pretrained=folder), Batches((((1, 0),), ((1, 0),))))
+    fitted.save_checkpoint(path)
+
+
+def test_a_checkpoint_stands_for_itself(ranks: RankPool, pretrained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(pretrained, tmp_path / "folder")
+    ranks.run(_tune, str(folder), str(tmp_path / "c.ckpt"), world=2)
+    shutil.rmtree(folder)
+    loaded = CausalLMModule.load_from_checkpoint(tmp_path / "c.ckpt")
+    assert loaded.hparams.pretrained is None
+    assert loaded.hparams.config["_name_or_path"] == str(folder)
+    assert loaded.model.config.model_type == CONFIG["model_type"]
+
+
+class _Own(L.LightningModule):
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        self.model = build_pretrained(self.hparams.folder)
+
+    def forward(self) -> None:
+        """Only so that it can be given to `predict`."""
+
+
+def _predict(folder: str, path: str) -> None:
+    fitted = trainer(MoEEPStrategy(ep=2))
+    fitted.predict(_Own(folder), [])
+    fitted.save_checkpoint(path)
+
+
+def test_a_module_of_ones_own_is_loaded_without_a_strategy(ranks: RankPool, pretrained: Path, tmp_path: Path) -> None:
+    ranks.run(_predict, str(pretrained), str(tmp_path / "c.ckpt"), world=2)
+    loaded = _Own.load_from_checkpoint(tmp_path / "c.ckpt").model
+    right = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
+    assert all(torch.equal(p, right.get_parameter(name)) for name, p in loaded.named_parameters())
+    assert all(torch.equal(b, right.get_buffer(name)) for name, b in loaded.named_buffers())
 
 
 def test_load_from_checkpoint(ranks: RankPool, tmp_path: Path) -> None:

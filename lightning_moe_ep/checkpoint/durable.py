@@ -14,13 +14,17 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
 MARKER = "complete.json"
-"""In a folder that is complete: `{"format": 1, "files": {name: bytes}}`, with all other files of the folder."""
+"""In a folder that is complete: `{"format": 1, "files": {name: bytes}, "ends": {name: sum}}`, with all other files."""
 
 FORMAT = 1
+
+END = 2**16
+"""Bytes at both ends of a file that are summed up: shards of two saves, of equal size, are told apart by them."""
 
 
 def saving_place(path: Path) -> Path:
@@ -40,7 +44,8 @@ def seal(folder: Path) -> None:
     """Say that a folder is complete: its files, which are on the disk already, get listed in its marker."""
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     marker = folder / MARKER
-    marker.write_text(json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))}, indent=1))
+    ends = {name: _sum_of_ends(folder / name) for name in sorted(files)}
+    marker.write_text(json.dumps({"format": FORMAT, "files": dict(sorted(files.items())), "ends": ends}, indent=1))
     sync(marker)
     sync(folder)
 
@@ -56,7 +61,7 @@ def check_complete(folder: Path) -> None:
         return
     try:
         record = json.loads(marker.read_text())
-        version, files = record["format"], dict(record["files"])
+        version, files, ends = record["format"], dict(record["files"]), dict(record.get("ends", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{marker}, which lists the files of the checkpoint, is broken: {error!r}") from None
     if version != FORMAT:
@@ -68,11 +73,20 @@ def check_complete(folder: Path) -> None:
             wrong.append(f"{name} is missing")
         elif (found := file.stat().st_size) != size:
             wrong.append(f"{name} has {found:,} bytes instead of {size:,}")
+        elif name in ends and _sum_of_ends(file) != ends[name]:
+            wrong.append(f"{name} is not the file that was saved, but one of another save, or damaged")
     if wrong:
         raise ValueError(
             f"the checkpoint {folder} is incomplete: {'; '.join(wrong[:5])}{'; ...' if len(wrong) > 5 else ''}. Copy"
             " it again, or use another checkpoint"
         )
+
+
+def _sum_of_ends(file: Path) -> int:
+    with file.open("rb") as stream:
+        first = stream.read(END)
+        stream.seek(max(0, file.stat().st_size - END))
+        return zlib.crc32(stream.read(END), zlib.crc32(first))
 
 
 def put_in_place(new: Path, path: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def export_to_hugging_face(
     dtypes = target_dtypes(plain, {name: stored.dtype for name, stored in weights.items()}, cast)
     groups = plan_groups(plain, dtypes)
     source = tokenizer_folder(opened.rest) if tokenizer is None else Path(tokenizer)
-    pretrained = (opened.rest.get("hyper_parameters") or {}).get("pretrained")
+    pretrained = _trained_from(opened.rest)
     if plain.can_generate() and pretrained is not None and (Path(pretrained) / "generation_config.json").is_file():
         plain.generation_config = GenerationConfig.from_pretrained(str(pretrained))
     if tokenizer is not None and not (source and source.is_dir()):
@@ -136,11 +137,23 @@ def target_dtypes(
 
 def tokenizer_folder(rest: Mapping[str, Any]) -> Path | None:
     """Where the run's tokenizer is, by what a checkpoint keeps of the model's and the data's hyperparameters."""
-    for section, key in (("datamodule_hyper_parameters", "tokenizer"), ("hyper_parameters", "pretrained")):
-        known = (rest.get(section) or {}).get(key)
-        if isinstance(known, str | Path) and Path(known).is_dir():
-            return Path(known)
+    known = (rest.get("datamodule_hyper_parameters") or {}).get("tokenizer")
+    for folder in (known, _trained_from(rest)):
+        if isinstance(folder, str | Path) and Path(folder).is_dir():
+            return Path(folder)
+    if known is not None:
+        warnings.warn(
+            f"the tokenizer {str(known)!r} of the run is not there from here, so the folder has none; name one with"
+            " tokenizer",
+            stacklevel=3,
+        )
     return None
+
+
+def _trained_from(rest: Mapping[str, Any]) -> str | Path | None:
+    """The folder that a `CausalLMModule` was built from."""
+    known = rest.get("hyper_parameters") or {}
+    return known.get("pretrained") or (known.get("config") or {}).get("_name_or_path")
 
 
 def total_bytes(groups: list[Group]) -> int:

@@ -104,7 +104,7 @@ class HuggingFaceExport(L.Callback):
         steps = _Steps(plain, live, self.dtype)
         tokenizer = self.tokenizer or tokenizer_folder(
             {
-                "hyper_parameters": dict(pl_module.hparams),
+                "hyper_parameters": {"config": {"_name_or_path": live.config._name_or_path}, **pl_module.hparams},
                 "datamodule_hyper_parameters": dict(getattr(getattr(trainer, "datamodule", None), "hparams", {})),
             }
         )

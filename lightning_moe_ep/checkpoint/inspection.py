@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_moe_ep.checkpoint.durable import MARKER, saving_place
+from lightning_moe_ep.checkpoint.durable import MARKER, check_complete, saving_place
 from lightning_moe_ep.checkpoint.looking import Look, Report, compare_counts, look_at_weights
 from lightning_moe_ep.checkpoint.pretrained import problems_of
 from lightning_moe_ep.checkpoint.safetensors_files import INDEX, SINGLE
@@ -91,13 +91,13 @@ def _check_marker(path: Path, report: Report) -> None:
         if (path / META).exists() and not (path / ".metadata").exists():
             report.findings.append(f"{path} is incomplete: it has no .metadata")
         return
-    for name, size in _listed(marker, "files", report).items():
-        file = path / name
-        if not file.exists():
-            report.missing.append(name)
-            report.findings.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            report.findings.append(f"{name} has {file.stat().st_size:,} bytes; {size:,} were saved")
+    files = _listed(marker, "files", report)
+    report.missing += [name for name in files if not (path / name).exists()]
+    try:
+        check_complete(path)
+    except ValueError as error:
+        if not report.findings:
+            report.findings.append(str(error))
 
 
 def _listed(path: Path, key: str, report: Report) -> dict[str, Any]:

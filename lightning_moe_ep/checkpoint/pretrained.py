@@ -34,6 +34,7 @@ from lightning_moe_ep.checkpoint.recipes import InCheckpoint
 from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, stored_tensors
 from lightning_moe_ep.checkpoint.stored import META, open_checkpoint
+from lightning_moe_ep.initialization import materialize
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,14 @@ def build_pretrained(
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     setattr(model, _WAITING, (folder, read_ahead))
+    model.register_load_state_dict_pre_hook(_have_values)
     return model
+
+
+def _have_values(model: nn.Module, *_: object) -> None:
+    """Before a state dict is loaded (`load_from_checkpoint`) into a model that nothing has filled: give it memory."""
+    if vars(model).pop(_WAITING, None) is not None:
+        materialize(model, seed=0, device=torch.device("cpu"))
 
 
 def pretrained_config(source: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel] | None]:

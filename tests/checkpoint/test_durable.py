@@ -193,7 +193,9 @@ def sealed(folder: Path) -> Path:
 def test_the_marker_lists_all_other_files(tmp_path: Path) -> None:
     folder = sealed(tmp_path / NAME)
     record = json.loads((folder / "complete.json").read_text())
-    assert record == {"format": 1, "files": {"__0_0.distcp": 8, "__1_0.distcp": 8, "meta.pt": 8}}
+    assert record["format"] == 1
+    assert record["files"] == {"__0_0.distcp": 8, "__1_0.distcp": 8, "meta.pt": 8}
+    assert record["ends"].keys() == record["files"].keys()
     durable.check_complete(folder)
     (folder / "complete.json").unlink()
     durable.check_complete(folder)  # as stock Lightning leaves it
@@ -204,6 +206,7 @@ def test_the_marker_lists_all_other_files(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "__1_0.distcp").unlink(), "is incomplete: __1_0.distcp is missing. Copy it again"),
         (lambda folder: (folder / META).write_bytes(b"1"), "is incomplete: meta.pt has 1 bytes instead of 8. Copy"),
+        (lambda folder: (folder / "__1_0.distcp").write_bytes(b"another!"), "__1_0.distcp is not the file that was sa"),
         (lambda folder: (folder / durable.MARKER).write_text("{"), "complete.json, which lists the files of the c"),
         (lambda folder: (folder / durable.MARKER).write_text("{}"), "is broken: KeyError('format')"),
         (

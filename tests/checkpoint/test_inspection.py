@@ -189,14 +189,41 @@ def test_a_folder_that_is_not_what_was_saved(trained: Path, tmp_path: Path) -> N
         file.write(b"more")
     (found,) = inspect_path(folder).findings
     size = (folder / "meta.pt").stat().st_size
-    assert found == f"meta.pt has {size:,} bytes; {size - 4:,} were saved"
+    assert f"is incomplete: meta.pt has {size:,} bytes instead of {size - 4:,}" in found
     (folder / "complete.json").rename(folder / "kept")
     (folder / "complete.json").write_text("[]")
     assert inspect_path(folder).findings[0].startswith("complete.json is damaged: TypeError(")
     (folder / "kept").rename(folder / "complete.json")
     (folder / "__0_0.distcp").unlink()
-    assert "__0_0.distcp is missing" in inspect_path(folder).findings
+    assert "__0_0.distcp is missing" in inspect_path(folder).findings[0]
     assert inspect_path(folder).missing == ["__0_0.distcp"]
+
+
+def test_damage_that_sizes_do_not_show(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c.ckpt"
+    convert_to_folder(trained / "own.file", folder)
+    (folder / "complete.json").unlink()
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(metadata.replace(b"ChunkStorageMetadata", b"ChunkStorageMetadatq"))
+    assert ".metadata is damaged: AttributeError" in inspect_path(folder).findings[0]
+    (folder / ".metadata").write_bytes(metadata)
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert "__0_0.distcp is damaged at byte" in inspect_path(folder).findings[0]
+    folder.rename(folder.with_name(".c.ckpt.saving"))
+    (found,) = inspect_path(folder.with_name(".c.ckpt.saving")).findings
+    assert "it is what an interrupted save has left" in found
+
+
+def test_what_the_loader_would_refuse(trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained / "qwen3_moe.huggingface", tmp_path / "folder")
+    tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = inspect_path(folder).findings
+    assert any("mlp.experts.gate_up_proj cannot be made of" in each for each in found)
 
 
 def test_a_file_that_is_cut_off(trained: Path, tmp_path: Path) -> None:

@@ -425,6 +425,17 @@ def test_a_disk_that_fails_on_one_rank_stops_all(ranks: RankPool, tmp_path: Path
     assert "model.safetensors could not be read at tensor" in one
 
 
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers: the index is left from an earlier save."""
+    save(tmp_path, qwen(), max_shard_size="150KB")
+    save(tmp_path, qwen())
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    model = build_pretrained(tmp_path)
+    load_pretrained(model, tmp_path)
+    right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(p, right.get_parameter(name)) for name, p in model.named_parameters())
+
+
 def test_what_need_not_match(tmp_path: Path) -> None:
     save(tmp_path, qwen())
     damage(tmp_path, lambda tensors: tensors.update(more=torch.zeros(1)) or tensors.pop("lm_head.weight"))
