@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def prefetch(needed_by: Callable[[int], Iterable[Span]], files: Sequence[Path]) 
     hosts = gathered(socket.gethostname(), world)
     neighbours = [other for other in range(world) if hosts[other] == hosts[rank]]
     spans = joined(span for other in neighbours for span in needed_by(other))
-    entire = [Span(file, 0, file.stat().st_size) for file in files]
+    entire = [Span(file, 0, _size(file)) for file in files]
     if not all(gathered(cost(spans) < cost(entire), world)):
         spans = entire
     total = sum(span.nbytes for span in spans)
@@ -93,9 +94,17 @@ def prefetch(needed_by: Callable[[int], Iterable[Span]], files: Sequence[Path]) 
         return 0
     mine = share(spans, neighbours.index(rank), len(neighbours))
     for span in mine:
-        read_ahead(span, wait=total > ADVISED)
+        with suppress(OSError):  # reading itself will tell, on all ranks
+            read_ahead(span, wait=total > ADVISED)
     gathered(None, world)  # no rank starts to read before all of it is on its way
     return sum(span.nbytes for span in mine)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def read_ahead(span: Span, *, wait: bool) -> None:

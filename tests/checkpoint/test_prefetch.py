@@ -79,6 +79,18 @@ def test_nothing_is_read_that_memory_would_not_hold(ranks: RankPool, folder: Pat
     assert ranks.run(read_by_ranks, folder, {"MEMORY_SHARE": 0.0}, False, True, world=2) == [[], []]
 
 
+def _one_rank_cannot_read(folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(module, "read_ahead", lambda span, wait: (folder / "nothing").read_bytes())
+        return prefetch(lambda other: [Span(folder / "gone", 0, 10)], [folder / "gone", folder / "one"])
+
+
+def test_a_rank_that_cannot_read_leaves_no_other_waiting(ranks: RankPool, folder: Path) -> None:
+    (folder / "gone").write_bytes(bytes(10))
+    assert sum(ranks.run(_one_rank_cannot_read, folder, world=2)) == 10
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_reading_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     monkeypatch.setattr(module, "PIECE", 64)
