@@ -14,10 +14,9 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.experts import is_a, to_plain
+from lightning_moe_ep.experts import is_a, plain_class, to_plain
 from lightning_moe_ep.shards import gather
 
 
@@ -100,10 +99,9 @@ def merged_model(model: nn.Module) -> PreTrainedModel | None:
     from peft import get_peft_model
 
     with torch.device("meta"):
-        kind = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
         configs = copy.deepcopy(model.peft_config)
         first, *others = configs
-        plain = get_peft_model(kind(copy.deepcopy(base.config)), configs[first], adapter_name=first)
+        plain = get_peft_model(plain_class(base)(copy.deepcopy(base.config)), configs[first], adapter_name=first)
         for name in others:
             plain.add_adapter(name, configs[name])
     plain.base_model.set_adapter(model.active_adapters)

@@ -36,8 +36,18 @@ from transformers.core_model_loading import (
 )
 
 from lightning_moe_ep.checkpoint.dequantize import dequantized, is_dequantize
-from lightning_moe_ep.checkpoint.recipes import Computed, Concatenated, InFile, Narrowed, Recipe, Stacked, Transposed
+from lightning_moe_ep.checkpoint.recipes import (
+    Computed,
+    Concatenated,
+    InFile,
+    Narrowed,
+    Recipe,
+    Stacked,
+    Transposed,
+    read,
+)
 from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
+from lightning_moe_ep.experts import plain_class
 
 State = dict[str, list[Recipe]]
 """What an operation takes and gives: recipes by pattern of the names."""
@@ -113,8 +123,8 @@ def plain_recipes(
 def plain_classes(model: nn.Module) -> Iterator[None]:
     """Inside, modules have the classes that they had before FSDP2: transformers looks up conversions by class."""
     renamed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
-    for module, kind in renamed.items():
-        module.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    for module in renamed:
+        module.__class__ = plain_class(module)
     try:
         yield
     finally:
@@ -217,7 +227,7 @@ class _Conversion:
         ((recipe, *_),) = state.values()
 
         def compute(region: Region, files: OpenFiles) -> Tensor:
-            part = _read(recipe, region, files)
+            part = read(recipe, region, files, dtype=next(recipe.sources(region))[0].dtype)
             (made,) = operation.convert({"": part}, [""], [""]).values()
             return made
 
@@ -234,8 +244,8 @@ class _Conversion:
             return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
         def compute(name: str, _: Region, files: OpenFiles) -> Tensor:
-            read = {p: [t.read(whole(t.shape), files) for t in tensors] for p, tensors in self.sources.items()}
-            return run(read)[name]
+            tensors = {p: [t.read(whole(t.shape), files) for t in of] for p, of in self.sources.items()}
+            return run(tensors)[name]
 
         def needs(_: Region) -> Iterator[tuple[FileTensor, Region]]:
             for tensors in self.sources.values():
@@ -257,10 +267,3 @@ FOLLOWED: dict[type[ConversionOps], Callable[[_Conversion, Any, State], State | 
     Transpose: _Conversion._transpose,
     Interleave: _Conversion._interleave,
 }
-
-
-def _read(recipe: Recipe, region: Region, files: OpenFiles) -> Tensor:
-    tensor, _ = next(recipe.sources(region))
-    out = torch.empty([part.stop - part.start for part in region], dtype=tensor.dtype)
-    recipe.read_into(out, region, files)
-    return out

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
-from lightning_moe_ep.checkpoint.durable import seal
+from lightning_moe_ep.checkpoint.durable import saving_place, seal, sync
 from lightning_moe_ep.checkpoint.export import MAX_MEMORY, check_free_place, check_space, new_folder, size_in_bytes
 from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without_data, save_without_data
 from lightning_moe_ep.checkpoint.pieces import Module, Pieces, modules, to_parallel, to_plain
 from lightning_moe_ep.checkpoint.record import NEVER_STEPPED
-from lightning_moe_ep.checkpoint.safetensors_writer import sync, write_at
+from lightning_moe_ep.checkpoint.safetensors_writer import write_at
 from lightning_moe_ep.checkpoint.stored import META, Stored, open_checkpoint
 from lightning_moe_ep.trees import leaves_of, map_leaves, tensors_of
 
@@ -246,7 +246,7 @@ def _write_file(tree: dict[str, Any], path: Path, *, max_bytes: int) -> None:
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Stored)]
     path.parent.mkdir(parents=True, exist_ok=True)
     check_space(path.parent, sum(stored.nbytes for stored in tensors))
-    saving = path.with_name(f".{path.name}.saving")
+    saving = saving_place(path)
     try:
         save_without_data(tree, saving, is_tensor=lambda leaf: isinstance(leaf, Stored))
         with torch.serialization.safe_globals([type(Path())]):

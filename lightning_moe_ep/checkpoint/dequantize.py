@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lightning_moe_ep.checkpoint.recipes import Computed, InFile, Recipe
+from lightning_moe_ep.checkpoint.recipes import Computed, InFile, Recipe, read
 from lightning_moe_ep.checkpoint.safetensors_files import FileTensor, OpenFiles, Region, whole
 
 METHODS = ("fp8", "mxfp4")
@@ -115,13 +115,9 @@ def _made_of_parts(
             yield key, part, (*first_dim, *whole(part.shape)[1:])
 
     def compute(region: Region, files: OpenFiles) -> Tensor:
-        read = {}
-        for key, part, wanted in pieces(region):
-            out = torch.empty([p.stop - p.start for p in wanted], dtype=_dtype(part))
-            part.read_into(out, wanted, files)
-            read[key] = [out]
+        parts_read = {key: [read(part, wanted, files, dtype=_dtype(part))] for key, part, wanted in pieces(region)}
         start = rows_of(region).start
-        return convert(read)[region[0].start - start : region[0].stop - start]
+        return convert(parts_read)[region[0].start - start : region[0].stop - start]
 
     def needs(region: Region) -> Iterator[tuple[FileTensor, Region]]:
         for _, part, wanted in pieces(region):

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_moe_ep.checkpoint.disk_form import Group, convert, plan_groups
+from lightning_moe_ep.checkpoint.durable import saving_place, sync
 from lightning_moe_ep.checkpoint.rebuilt import origin_of, plain_weights
-from lightning_moe_ep.checkpoint.safetensors_writer import SafetensorsFiles, sync
+from lightning_moe_ep.checkpoint.safetensors_writer import SafetensorsFiles
 from lightning_moe_ep.checkpoint.stored import open_checkpoint
 
 MAX_MEMORY = "4GiB"
@@ -177,7 +178,7 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
     Raises:
         OSError: there is too little space for so many bytes.
     """
-    saving = path.with_name(f".{path.name}.saving")
+    saving = saving_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(saving, ignore_errors=True)
     check_space(path.parent, nbytes)

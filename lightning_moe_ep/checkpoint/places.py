@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.checkpoint.conversions import PlainRecipes, plain_classes
+from lightning_moe_ep.checkpoint.conversions import PlainRecipes
 from lightning_moe_ep.checkpoint.names import converted_modules
 from lightning_moe_ep.checkpoint.prefetch import Span
 from lightning_moe_ep.checkpoint.recipes import Recipe
 from lightning_moe_ep.checkpoint.safetensors_files import whole
 from lightning_moe_ep.checkpoint.unconverted import unconverted
+from lightning_moe_ep.experts import plain_class
 from lightning_moe_ep.shards import part_of
 
 _OUTDATED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -73,13 +74,8 @@ def plan_places(
     if problems := problems or [
         place.wrong_dtype for place in places if place.wrong_dtype and plain_names[place.name] not in made.dequantized
     ]:
-        raise ValueError("\n  ".join([f"{source} does not fit {_class_name(model)}:", *problems]))
+        raise ValueError("\n  ".join([f"{source} does not fit {plain_class(model).__name__}:", *problems]))
     return places
-
-
-def _class_name(model: nn.Module) -> str:
-    with plain_classes(model):
-        return type(model).__name__
 
 
 def _without_adapters(name: str) -> str | None:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+
+from lightning_moe_ep.checkpoint.agreement import on_every_rank
 
 SEEK_COST = 12 * 2**20
 """Bytes that could be read in the time of a seek. Gaps up to this are read, too."""
@@ -83,20 +84,20 @@ def prefetch(needed_by: Callable[[int], Iterable[Span]], files: Sequence[Path]) 
         The bytes that this rank read ahead, those of bridged gaps among them; 0 if there is no room for it.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    hosts = gathered(socket.gethostname(), world)
+    hosts = on_every_rank(socket.gethostname)
     neighbours = [other for other in range(world) if hosts[other] == hosts[rank]]
     spans = joined(span for other in neighbours for span in needed_by(other))
     entire = [Span(file, 0, _size(file)) for file in files]
-    if not all(gathered(cost(spans) < cost(entire), world)):
+    if not all(on_every_rank(lambda: cost(spans) < cost(entire))):
         spans = entire
     total = sum(span.nbytes for span in spans)
-    if not all(gathered(total <= MEMORY_SHARE * free_memory(), world)):
+    if not all(on_every_rank(lambda: total <= MEMORY_SHARE * free_memory())):
         return 0
     mine = share(spans, neighbours.index(rank), len(neighbours))
     for span in mine:
         with suppress(OSError):  # reading itself will tell, on all ranks
             read_ahead(span, wait=total > ADVISED)
-    gathered(None, world)  # no rank starts to read before all of it is on its way
+    on_every_rank(lambda: None)  # no rank starts to read before all of it is on its way
     return sum(span.nbytes for span in mine)
 
 
@@ -128,11 +129,3 @@ def free_memory() -> int:
         return 0
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def gathered(value: Any, world: int) -> list[Any]:
-    """The values of all ranks."""
-    values = [value] * world
-    if world > 1:
-        dist.all_gather_object(values, value)
-    return values

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lightning_moe_ep.checkpoint.pieces import describe_pieces, to_plain
 from lightning_moe_ep.checkpoint.stored import Stored, StoredCheckpoint
-from lightning_moe_ep.experts import NoExpertsError, SpreadExperts, find_experts, mark_spread
+from lightning_moe_ep.experts import NoExpertsError, SpreadExperts, find_experts, mark_spread, plain_class
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class Origin:
 
 def plain_of(model: PreTrainedModel) -> PreTrainedModel:
     """The plain model of a parallel one, on the meta device."""
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
-        plain = kind(copy.deepcopy(model.config))
+        plain: PreTrainedModel = plain_class(model)(copy.deepcopy(model.config))
     plain.generation_config = model.generation_config
     return plain
 

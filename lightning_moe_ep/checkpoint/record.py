@@ -12,11 +12,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightning_moe_ep.checkpoint.pieces import describe_optimizers, describe_pieces
+from lightning_moe_ep.experts import plain_class
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.layout import Layout
 
@@ -48,8 +48,7 @@ def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] 
         },
         "models": {
             path: {
-                # FSDP2 puts its own class before the model's.
-                "class": next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__,
+                "class": plain_class(model).__name__,
                 "config": json.loads(model.config.to_json_string(use_diff=False)),
             }
             for path, model in outermost_models(module)

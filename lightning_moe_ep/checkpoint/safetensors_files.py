@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 SHORT_RUN = 2**15
 """Bytes. Rather than many pieces shorter than this, what lies around them is read in one go."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -215,10 +215,10 @@ def _tensors_of(file: Path, *, first: str) -> Iterator[FileTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(f"{file}: tensor {name} is of dtype {entry['dtype']}, which torch has not")
         start, _ = entry["data_offsets"]
-        yield FileTensor(name, file, 8 + length + start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+        yield FileTensor(name, file, 8 + length + start, DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The names of safetensors' format.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+from lightning_moe_ep.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFiles:
@@ -50,7 +37,7 @@ class SafetensorsFiles:
         """By tensor: the file, where it begins, bytes of a row, bytes of all."""
         shards = _divide(tensors, max_shard_bytes)
         files = (
-            ["model.safetensors"]
+            [SINGLE]
             if len(shards) == 1
             else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
         )
@@ -61,7 +48,7 @@ class SafetensorsFiles:
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
                 "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
             }
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write_header(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -69,10 +56,10 @@ class SafetensorsFiles:
         # As safetensors does, so that each begins at a multiple of its elements' size.
         places = {}
         for name, tensor in sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize):
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in _NAMES:
                 raise TypeError(f"{name} is of {tensor.dtype}, which safetensors files do not hold")
             header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": _NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [end, end + tensor.nbytes],
             }
@@ -116,12 +103,3 @@ def write_at(path: Path, offset: int, values: Tensor) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(data)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder on the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_moe_ep.checkpoint import durable
 from lightning_moe_ep.checkpoint.agreement import on_every_rank, on_rank_0
+from lightning_moe_ep.checkpoint.stored import META
 from lightning_moe_ep.trees import tensors_of
-
-META = "meta.pt"
-"""The file of a folder that holds what is not sharded."""
 
 TOKEN = "token"
 """A file by which the ranks see that they look at one folder."""

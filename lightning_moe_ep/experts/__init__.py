@@ -8,7 +8,7 @@ from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
-from lightning_moe_ep.experts.plain import converted_experts, to_plain
+from lightning_moe_ep.experts.plain import converted_experts, plain_class, to_plain
 from lightning_moe_ep.experts.quantized import check_not_quantized
 from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import (
@@ -49,6 +49,7 @@ __all__ = [
     "is_spread",
     "lone_expert_parameters",
     "mark_spread",
+    "plain_class",
     "register_experts",
     "spread_experts",
     "to_plain",

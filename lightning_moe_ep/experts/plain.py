@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_moe_ep.experts.adapter import ExpertsAdapter
 from lightning_moe_ep.experts.spread import spread_experts
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before FSDP2 put its own before it."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def converted_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsAdapter]]:
