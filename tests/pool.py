@@ -1,7 +1,8 @@
 """A pool of ranks that is started once a test session and that tests send functions to.
 
 Starting a rank costs seconds on two cores, sending it a function costs milliseconds. The pool is a world of up to 6
-gloo ranks; a test that wants fewer uses the first of them, as the world of a fresh default
+gloo ranks, each started when a test first wants it; a test that wants fewer uses the first of them, as the world of a
+fresh default
 process group: between jobs every rank destroys its default group and makes the next one.
 
 A job that does not end in time fails its test with the stacks of all ranks, and the pool starts anew. Gloo at times
@@ -113,9 +114,9 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
         self._jobs = 0
 
-    def _start(self) -> None:
+    def _start(self, world: int) -> None:
         context = mp.get_context("spawn")
-        for rank in range(SIZE):
+        for rank in range(len(self._ranks), world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs, str(self._stack_file(rank))), daemon=True)
             process.start()
@@ -142,8 +143,7 @@ class RankPool:
         return self._run(function, args, world, timeout)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], world: int, timeout: float) -> list[Any]:
-        if not self._ranks:
-            self._start()
+        self._start(world)
         self._jobs += 1
         store = str(self._folder / f"store-{self._jobs}")
         ranks = self._ranks[:world]

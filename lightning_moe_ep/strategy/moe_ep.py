@@ -7,23 +7,20 @@ weights, gradients, checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
@@ -43,9 +40,10 @@ from lightning_moe_ep.parallelize import (
     top_level_modules,
 )
 from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.strategy.saving import SavingStrategy
 
 
-class MoEEPStrategy(ModelParallelStrategy):
+class MoEEPStrategy(SavingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -100,6 +98,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -117,8 +116,6 @@ class MoEEPStrategy(ModelParallelStrategy):
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.gradients = ExpertGradientCallback()
         """The gradient callback in use: the user's own, or this one."""
-        self._saver = checkpoints.Saver(folders=save_distributed_checkpoint, meanwhile=async_save, timeout=timeout)
-        self._resumption = checkpoints.Resumption()
         self._meshes: Meshes | None = None
         self._seed: int | None = None
 
@@ -130,6 +127,7 @@ class MoEEPStrategy(ModelParallelStrategy):
         return self.meshes.layout
 
     @property
+    @override
     def meshes(self) -> Meshes:
         """The meshes, for a module that calls `parallelize` itself in `configure_model`.
 
@@ -321,74 +319,6 @@ class MoEEPStrategy(ModelParallelStrategy):
             self._resumption.restore_random()
             dataloader = resumable(dataloader, trainer)
         return count_ahead(dataloader, trainer.lightning_module, sum_over_world=self.meshes.sum_over_world)
-
-    # Checkpoints.
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._saver.model_state(self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        return self._saver.optimizer_state(self.lightning_module, optimizer)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        assert self.lightning_module is not None
-        if storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
-        checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
-        self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
-        self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            self._saver.remove(Path(filepath))
-
-    @override
-    def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._resumption.start(self.lightning_module.trainer)
-        self._saver.start()
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._saver.step(self.meshes.host_group)
-
-    @override
-    def on_train_end(self) -> None:
-        self._saver.finish(self.meshes.host_group)
-
-    @override
-    def teardown(self) -> None:
-        self._saver.close()
-        super().teardown()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        checkpoint = checkpoints.load(
-            Path(self.broadcast(checkpoint_path)),
-            self.lightning_module,
-            self.optimizers if fitting else [],
-            strict=self.lightning_module.strict_loading,
-            weights_only=weights_only,
-        )
-        if fitting:
-            self._resumption.read(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has filled the model."""
 
 
 def register_strategies() -> None:

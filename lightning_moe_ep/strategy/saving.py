@@ -1,0 +1,109 @@
+"""The hooks of a strategy that saves, loads and resumes: each a line or two into `checkpoint/`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moe_ep import checkpoint as checkpoints
+from lightning_moe_ep.mesh import Meshes
+
+
+class SavingStrategy(ModelParallelStrategy):
+    """Saves and resumes at any layout, in folders or in one file, also while training goes on."""
+
+    def __init__(
+        self,
+        *,
+        save_distributed_checkpoint: bool,
+        async_save: bool,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._saver = checkpoints.Saver(folders=save_distributed_checkpoint, meanwhile=async_save, timeout=timeout)
+        self._resumption = checkpoints.Resumption()
+
+    @property
+    @abstractmethod
+    def meshes(self) -> Meshes:
+        """The meshes of the run."""
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._saver.model_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._saver.optimizer_state(self.lightning_module, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        assert self.lightning_module is not None
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
+        checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
+        self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
+        self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self._saver.remove(Path(filepath))
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._resumption.start(self.lightning_module.trainer)
+        self._saver.start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._saver.step(self.meshes.host_group)
+
+    @override
+    def on_train_end(self) -> None:
+        self._saver.finish(self.meshes.host_group)
+
+    @override
+    def teardown(self) -> None:
+        self._saver.close()
+        super().teardown()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        checkpoint = checkpoints.load(
+            Path(self.broadcast(checkpoint_path)),
+            self.lightning_module,
+            self.optimizers if fitting else [],
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+        if fitting:
+            self._resumption.read(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has filled the model."""
