@@ -2,8 +2,7 @@
 
 Starting a rank costs seconds on two cores, sending it a function costs milliseconds. The pool is a world of up to 6
 gloo ranks, each started when a test first wants it; a test that wants fewer uses the first of them, as the world of a
-fresh default
-process group: between jobs every rank destroys its default group and makes the next one.
+fresh default process group: between jobs every rank destroys its default group and makes the next one.
 
 A job that does not end in time fails its test with the stacks of all ranks, and the pool starts anew. Gloo at times
 loses a connection while it connects the ranks of a group, on a busy machine; such a job runs once more, on new ranks.
