@@ -125,7 +125,7 @@ def _build(layout: Layout, device_type: str, timeout: timedelta | None) -> Meshe
 def _host_group(world: int, size: int) -> dist.ProcessGroup:
     """This rank's group out of the `world / size` groups of consecutive ranks."""
     # NCCL cannot carry CPU tensors; the other backends are used as they are.
-    backend = "gloo" if dist.get_backend() == "nccl" else None
+    backend = "gloo" if "nccl" in dist.get_backend() else None
     groups = [  # every rank makes every group, in the same order
         dist.new_group(list(range(start, start + size)), backend=backend) for start in range(0, world, size)
     ]

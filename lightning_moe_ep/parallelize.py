@@ -15,16 +15,17 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 # Private; read at torch 2.13.0. A test fails when they move.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
-# Private; read at transformers 5.24.0. A test fails when it moves.
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
+from lightning_moe_ep.activation_checkpointing import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    wrap_forwards,
+)
 from lightning_moe_ep.checkpoint import load_pretrained
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
@@ -45,6 +46,7 @@ from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
 from lightning_moe_ep.towers import keep_ranks_together
+from lightning_moe_ep.transformers_models import keep_methods
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -58,6 +60,9 @@ def parallelize(
     combine_dtype: CombineDtype = "auto",
     equal_tokens: bool = False,
     reshard_after_forward: bool = True,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    compile_blocks: bool = False,
+    cpu_offload: bool = False,
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
@@ -76,6 +81,10 @@ def parallelize(
         equal_tokens: promise that all ranks of an ep group have equally many tokens in every forward, which saves a
             small exchange over the host in each experts layer.
         reshard_after_forward: whether blocks free their gathered weights between forward and backward.
+        activation_checkpointing: what of a block is kept for backward; see `MoEEPStrategy`.
+        compile_blocks: whether the forward of each block is compiled by `torch.compile`; experts and their exchange
+            stay outside of the graphs.
+        cpu_offload: keep what FSDP2 shards in memory of the host, and compute the optimizer's step there.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
@@ -89,6 +98,7 @@ def parallelize(
             between modules that FSDP2 would shard apart, or an option has a value that there is not.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+    check_activation_checkpointing(activation_checkpointing)
     check_not_quantized(model)
     experts = find_experts(model)
     for found in experts:
@@ -111,7 +121,7 @@ def parallelize(
     policy = mp_policy or MixedPrecisionPolicy()
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
-        spread = _spread(found, meshes, policy)
+        spread = _spread(found, meshes, policy, offloaded=cpu_offload)
         compute = partial(found.adapter.compute, computation=computation)
         dispatch: Callable[..., Tensor] = partial(dispatch_here, experts=compute, num_experts=found.num_experts)
         if meshes.host_ep_group is not None:
@@ -124,11 +134,14 @@ def parallelize(
                 equal_tokens=equal_tokens and found.adapter.equal_tokens,
             )
             dispatch = partial(make_dispatcher(group), experts=compute)
-        found.adapter.install(dispatch, alone=meshes.host_ep_group is None)
+        # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
+        found.adapter.install(torch.compiler.disable(dispatch), alone=meshes.host_ep_group is None)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement(expert_parameters(model), meshes)
     whole = {*lone_expert_parameters(model), *biases}
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    wrap_forwards(blocks, activation_checkpointing=activation_checkpointing, compiles=compile_blocks)
     for block in blocks:
         if block in roots:
             continue
@@ -137,6 +150,7 @@ def parallelize(
             mesh=meshes.dense,
             reshard_after_forward=reshard_after_forward,
             mp_policy=inner_policy,
+            offload_policy=offload,
             shard_placement_fn=placement,
             ignored_params=whole,
         )
@@ -148,15 +162,11 @@ def parallelize(
             mesh=meshes.dense,
             reshard_after_forward=reshard_after_forward if root in blocks else None,
             mp_policy=policy,
+            offload_policy=offload,
             shard_placement_fn=placement,
             ignored_params=whole,
         )
-        if isinstance(root, PreTrainedModel):
-            # It looks up by the class's name which outputs (router logits, hidden states) it can record, and FSDP2
-            # has given it another class; without this they would be missing without a word.
-            _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
-        if hasattr(root, "generate"):
-            register_fsdp_forward_method(root, "generate")
+    keep_methods(model, roots)
     guard_peft(model)
     keep_ranks_together(model, roots, sequences, meshes.host_group)
     if meshes.layout.fsdp > 1:
@@ -270,10 +280,10 @@ def _stay_whole(parameters: Sequence[nn.Parameter], meshes: Meshes, policy: Mixe
     return alone and all(policy.param_dtype in (None, p.dtype) for p in parameters)
 
 
-def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy) -> SpreadExperts:
+def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     parameters = {name: found.module.get_parameter(name) for name in found.adapter.parameters}
-    by_fsdp = not _stay_whole(list(parameters.values()), meshes, policy)
+    by_fsdp = offloaded or not _stay_whole(list(parameters.values()), meshes, policy)
     ep, first = meshes.layout.ep, 0
     if ep > 1:
         mesh = meshes.ep_mesh

@@ -31,6 +31,8 @@ FLOORS = {
     "mesh": 2,
     "lora": 2,
     "towers": 2,
+    "activation_checkpointing": 1,
+    "transformers_models": 1,
     "callbacks": 2,
     "causal_lm": 4,
     "layout": 1,

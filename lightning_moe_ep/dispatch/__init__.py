@@ -14,7 +14,7 @@ from lightning_moe_ep.dispatch.base import (
 from lightning_moe_ep.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from lightning_moe_ep.dispatch.local import dispatch_here, run_experts
 from lightning_moe_ep.dispatch.overlapped import OverlappedDispatcher
-from lightning_moe_ep.remember import once, remember_routing
+from lightning_moe_ep.remember import once, remember_exchange, remember_routing
 
 __all__ = [
     "AllGatherDispatcher",
@@ -31,6 +31,7 @@ __all__ = [
     "once",
     "reduce_scatter_rows",
     "register_dispatcher",
+    "remember_exchange",
     "remember_routing",
     "run_experts",
 ]

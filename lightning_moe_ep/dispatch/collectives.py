@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_moe_ep.remember import exchanged_once
+
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
     """`[P, ...]` of each rank to `[ep * P, ...]` on every rank, in rank order.
@@ -69,7 +71,7 @@ class _Transfer:
     """One asynchronous all-to-all; keeps what it sends alive until it is done."""
 
     def __init__(self, rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> None:
-        self.sent = rows.contiguous()
+        self.sent: Tensor | None = rows.contiguous()
         self.received = rows.new_empty((sum(splits.receive), *rows.shape[1:]))
         self.work = dist.all_to_all_single(
             self.received, self.sent, splits.receive, splits.send, group=group, async_op=True
@@ -77,6 +79,7 @@ class _Transfer:
 
     def wait(self) -> Tensor:
         self.work.wait()
+        self.sent = None  # remembered for a recomputation, only what was received is to be kept
         return self.received
 
 
@@ -84,8 +87,8 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange._forward = _Transfer(rows, exchange._splits, exchange._group)
-        return exchange._forward.received
+        exchange._forward = exchanged_once(lambda: _Transfer(rows, exchange._splits, exchange._group))
+        return exchange._forward.received.detach()  # remembered, it is another graph's already
 
     @staticmethod
     @once_differentiable
@@ -137,7 +140,7 @@ class _ExchangeRouting(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.splits, ctx.group = splits, group
         parts = [weights.contiguous().unsqueeze(1).view(torch.uint8), headers.unsqueeze(1).view(torch.uint8)]
-        received = _Transfer(torch.cat(parts, dim=1), splits, group).wait()
+        received = exchanged_once(lambda: _Transfer(torch.cat(parts, dim=1), splits, group).wait())
         weight_bytes, header_bytes = received.split([part.shape[1] for part in parts], dim=1)
         headers = _as_dtype(header_bytes, torch.int16)
         ctx.mark_non_differentiable(headers)
@@ -170,7 +173,7 @@ class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.dtype, ctx.reduce_dtype = group, rows.dtype, reduce_dtype or rows.dtype
-        return _gather(rows, group)
+        return exchanged_once(lambda: _gather(rows, group)).detach()
 
     @staticmethod
     @once_differentiable
@@ -182,7 +185,7 @@ class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _scatter(rows, group)
+        return exchanged_once(lambda: _scatter(rows, group)).detach()
 
     @staticmethod
     @once_differentiable

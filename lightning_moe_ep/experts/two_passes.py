@@ -22,7 +22,7 @@ from lightning_moe_ep.experts.isolation import random_numbers_from, random_state
 from lightning_moe_ep.experts.members import StackedMembers, with_tie
 from lightning_moe_ep.experts.spread import spread_experts
 from lightning_moe_ep.experts.stacked import with_zero_gradients
-from lightning_moe_ep.remember import once
+from lightning_moe_ep.remember import once, unremembered
 from lightning_moe_ep.trees import map_tensors, tensors_of
 
 Parameters = Callable[[], tuple[dict[str, tuple[Tensor, ...]], list[Tensor]]]
@@ -114,7 +114,8 @@ class TwoPasses:
         none = self._no_rows()
         random = random_state(none.device)
         if self._block.training not in self._checked:
-            self._try_out(args, kwargs, random)
+            with unremembered():
+                self._try_out(args, kwargs, random)
         (tied_args, tied_kwargs), ties = _with_ties((args, kwargs))
         calls, inputs, result = self._rehearse(tied_args, tied_kwargs, self._zeros)
         if self._others:  # whose collectives in the first pass have a backward, too: the same on every rank

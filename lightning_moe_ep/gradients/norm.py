@@ -72,15 +72,15 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], *, total: Tensor, max_norm:
 
 def _local_sum(parameters: Sequence[nn.Parameter], norm_type: float, world: int, device: torch.device) -> Tensor:
     """This rank's share of the sum of `|g|^p` (its maximum of `|g|` for p = inf), float64 `[]`."""
-    by_copies: dict[int, list[nn.Parameter]] = {}
+    alike: dict[tuple[int, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_copies.setdefault(_copies(parameter, world), []).append(parameter)
+        alike.setdefault((_copies(parameter, world), parameter.device), []).append(parameter)
     share = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, of_same in by_copies.items():
+    for (copies, _), of_same in alike.items():
         grads = local_gradients(of_same)
         if not grads:
             continue
-        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32)).double()
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32)).to(device).double()
         share = (
             torch.maximum(share, norms.max()) if math.isinf(norm_type) else share + norms.pow(norm_type).sum() / copies
         )

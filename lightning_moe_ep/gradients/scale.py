@@ -28,9 +28,12 @@ def is_replicated(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
-    """Multiply the gradients in place by a number, or by a tensor of one element on their device."""
-    if grads := local_gradients(parameters):
-        torch._foreach_mul_(grads, factor)
+    """Multiply the gradients in place by a number, or by a tensor of one element."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in local_gradients(parameters):
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()

@@ -24,10 +24,14 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
+from lightning_moe_ep.activation_checkpointing import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+)
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.data import count_ahead, resumable
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.experts import Computation, ep_size, find_experts
+from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
@@ -56,6 +60,9 @@ class MoEEPStrategy(SavingStrategy):
         equal_tokens: bool = False,
         init_on_meta: bool = False,
         reshard_after_forward: bool = True,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool = False,
+        cpu_offload: bool = False,
         reduce_every_micro_batch: bool = False,
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
@@ -78,6 +85,12 @@ class MoEEPStrategy(SavingStrategy):
             init_on_meta: Run `configure_model` on the meta device, and make each rank's part of the initial weights
                 only. For models whose modules initialise themselves (`reset_parameters`, or transformers').
             reshard_after_forward: Free a block's gathered weights after forward and gather them again in backward.
+            activation_checkpointing: What of a transformer block is kept for backward: "none": everything is. "full":
+                its inputs, and which experts were chosen; the rest is computed, and exchanged, again. "selective": also the rows that came from other ranks, so that nothing is exchanged twice.
+            compile_blocks: Compile each transformer block with `torch.compile`; experts and their exchange stay
+                outside of the graphs.
+            cpu_offload: Keep weights, gradients and optimizer state in memory of the host, as FSDP2 does, and compute
+                the optimizer's step there.
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             save_distributed_checkpoint: Save a folder that all ranks write, instead of one file with whole tensors.
@@ -88,14 +101,16 @@ class MoEEPStrategy(SavingStrategy):
             timeout: How long a collective may take.
 
         Raises:
-            ValueError: ep or replicate is not a positive integer; there is no such dispatcher, computation or
-                combine_dtype; or async_save is asked for with save_distributed_checkpoint=False.
+            ValueError: ep or replicate is not a positive integer; there is no such dispatcher, computation,
+                combine_dtype or activation_checkpointing; or async_save is asked for with
+                save_distributed_checkpoint=False.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
         if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
             raise ValueError(f"replicate={replicate!r} must be a number of copies, at least 1")
         check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+        check_activation_checkpointing(activation_checkpointing)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
@@ -110,6 +125,9 @@ class MoEEPStrategy(SavingStrategy):
             "combine_dtype": combine_dtype,
             "equal_tokens": equal_tokens,
             "reshard_after_forward": reshard_after_forward,
+            "activation_checkpointing": activation_checkpointing,
+            "compile_blocks": compile_blocks,
+            "cpu_offload": cpu_offload,
         }
         """What `parallelize` is called with, beside the meshes and the precision."""
         self.init_on_meta = init_on_meta
@@ -276,8 +294,10 @@ class MoEEPStrategy(SavingStrategy):
         self._parallelize()  # does nothing, unless the model was built in `__init__`
         for managed in fsdp_modules(module):
             managed.reshard()  # an evaluation leaves the roots' weights gathered
-        checkpoints.read_pretrained(module, device=self.root_device)
-        materialize(module, seed=self._seed, device=self.root_device)
+        # What is offloaded must not have to fit on the device on its way.
+        home = torch.device("cpu") if self.parallelize_options["cpu_offload"] else self.root_device
+        checkpoints.read_pretrained(module, device=home)
+        materialize(module, seed=self._seed, device=home)
         self.model_to_device()
         for parameter in module.parameters():
             if is_replicated(parameter):
@@ -286,6 +306,23 @@ class MoEEPStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not self.parallelize_options["cpu_offload"]:
+            super().model_to_device()
+            return
+        stay = {id(p) for p in module.parameters() if not is_replicated(p)}
+        stay -= {id(p) for p in lone_expert_parameters(module)}
+        module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(self.root_device))
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        # Offloaded gradients and weights are summed, gathered and saved where they are.
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.parallelize_options["cpu_offload"] else backend
 
     # Gradients.
 
