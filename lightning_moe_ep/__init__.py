@@ -11,7 +11,7 @@ from lightning_moe_ep.checkpoint.export import export_to_hugging_face
 from lightning_moe_ep.checkpoint.export_callback import HuggingFaceExport
 from lightning_moe_ep.checkpoint.opening import open_folders
 from lightning_moe_ep.data import TextDataModule
-from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_routing
+from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_exchange, remember_routing
 from lightning_moe_ep.experts import (
     Dispatch,
     ExpertsAdapter,
@@ -60,6 +60,7 @@ __all__ = [
     "parallelize",
     "register_dispatcher",
     "register_experts",
+    "remember_exchange",
     "remember_routing",
     "save_adapter",
     "spread_experts",

@@ -86,7 +86,8 @@ class MoEEPStrategy(SavingStrategy):
                 only. For models whose modules initialise themselves (`reset_parameters`, or transformers').
             reshard_after_forward: Free a block's gathered weights after forward and gather them again in backward.
             activation_checkpointing: What of a transformer block is kept for backward: "none": everything is. "full":
-                its inputs, and which experts were chosen; the rest is computed, and exchanged, again. "selective": also the rows that came from other ranks, so that nothing is exchanged twice.
+                its inputs, and which experts were chosen; the rest is computed, and rows are exchanged, again.
+                "selective": also the rows that came from other ranks, so that nothing is exchanged twice.
             compile_blocks: Compile each transformer block with `torch.compile`; experts and their exchange stay
                 outside of the graphs.
             cpu_offload: Keep weights, gradients and optimizer state in memory of the host, as FSDP2 does, and compute
