@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+
+# Private; read at torch 2.13.0. A test fails when it moves.
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import checkpoint
 
