@@ -61,6 +61,13 @@ class Meshes:
         dist.all_reduce(total, group=self.host_group)
         return int(total)
 
+    @property
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """What this rank communicates over, the world's default group and the host's among it."""
+        host = [group for group in (self.host_group, self.host_ep_group) if group is not None]
+        world = [] if dist.group.WORLD is None else [dist.group.WORLD]
+        return [*world, *host, *(group for _, group in self.groups())]
+
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Every process group of this rank with the name of its mesh dimension."""
         for mesh in (self.dense, self.expert):

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 
 @torch.no_grad()
@@ -79,3 +80,9 @@ def part_of(tensor: DTensor, coordinate: Sequence[int] | None = None) -> tuple[s
         start = min(whole.start + position * size, whole.stop)
         part[placement.dim] = slice(start, min(start + size, whole.stop))
     return tuple(part)
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _is_any_true(tensor: DTensor) -> list:
+    """torch 2.13 has no rule for it, which anomaly detection asks of every gradient."""
+    return [([Replicate()], [Replicate()])]

@@ -7,7 +7,7 @@ is, and that it failed, all ranks find out together, at the steps and when they 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lightning_moe_ep.checkpoint import durable
+from lightning_moe_ep.checkpoint.after_failure import why_not_to_save
 from lightning_moe_ep.checkpoint.agreement import on_every_rank, on_rank_0
 from lightning_moe_ep.checkpoint.saving import FolderSave, save_file
 from lightning_moe_ep.checkpoint.training import full_model_state, full_optimizer_state
@@ -62,8 +63,12 @@ class Saver:
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         """The world's group, and this thread's."""
 
-    def adopt(self, trainer: L.Trainer) -> None:
-        """Let a Trainer's ModelCheckpoints link in one step, and know of what is on its way.
+    def adopt(self, trainer: L.Trainer, groups: Callable[[], Sequence[dist.ProcessGroup]]) -> None:
+        """Let a Trainer's ModelCheckpoints link in one step, and know of what is on its way and who is still there.
+
+        Args:
+            trainer: its checkpoint callbacks are changed.
+            groups: what the ranks communicate over in training.
 
         Raises:
             ValueError: a CheckpointIO plugin was given.
@@ -78,6 +83,8 @@ class Saver:
                 # lightning 2.6: it removes `last.ckpt` before it makes the new link, to what may not be there yet.
                 callback._link_checkpoint = self._link
                 callback.file_exists = partial(self._exists, callback)
+            if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint):
+                callback.on_exception = partial(_on_exception, callback, groups)
 
     def start(self) -> None:
         """From now on, `step` is called at every step, until `finish`."""
@@ -239,6 +246,26 @@ class Saver:
         on_its_way = bool(self._running) and self._path == Path(filepath)
         exists = trainer.is_global_zero and (on_its_way or os.path.lexists(filepath))
         return trainer.strategy.reduce_boolean_decision(exists, all=False)
+
+
+def _on_exception(
+    callback: ModelCheckpoint | OnExceptionCheckpoint,
+    groups: Callable[[], Sequence[dist.ProcessGroup]],
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    exception: BaseException,
+) -> None:
+    """In place of the callback's: saves if all ranks are there; what goes wrong does not hide the exception."""
+    if isinstance(callback, ModelCheckpoint) and not callback._should_save_on_exception(trainer):
+        return
+    try:
+        reason = why_not_to_save(trainer.global_step, groups()) if dist.is_initialized() else "no training was set up"
+        if reason is None:
+            type(callback).on_exception(callback, trainer, module, exception)
+    except Exception as error:
+        reason = str(error)
+    if reason is not None:
+        rank_zero_warn(f"After the {type(exception).__name__}, {type(callback).__name__} has not saved: {reason}")
 
 
 def _discard(path: Path) -> None:

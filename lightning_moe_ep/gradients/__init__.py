@@ -1,7 +1,7 @@
 """Gradients of sharded parameters: scaling, the norm, clipping. Tensors and process groups, no Lightning."""
 
 from lightning_moe_ep.gradients.norm import GradientNorm, clip_by_norm, gradient_norm
-from lightning_moe_ep.gradients.scale import average_gradients, is_replicated, scale_gradients
+from lightning_moe_ep.gradients.scale import average_gradients, is_replicated, local_tensor, scale_gradients
 
 __all__ = [
     "GradientNorm",
@@ -9,5 +9,6 @@ __all__ = [
     "clip_by_norm",
     "gradient_norm",
     "is_replicated",
+    "local_tensor",
     "scale_gradients",
 ]

@@ -44,10 +44,11 @@ from lightning_moe_ep.parallelize import (
     top_level_modules,
 )
 from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
 from lightning_moe_ep.strategy.saving import SavingStrategy
 
 
-class MoEEPStrategy(SavingStrategy):
+class MoEEPStrategy(SavingStrategy, LoggingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -219,7 +220,7 @@ class MoEEPStrategy(SavingStrategy):
         trainer = self.lightning_module.trainer
         self.gradients = self.gradients.put_first(trainer)
         self.precision_plugin.clip_by_norm = self.gradients.clip
-        self._saver.adopt(trainer)
+        self._saver.adopt(trainer, lambda: self.meshes.all_groups)
         # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -300,11 +301,13 @@ class MoEEPStrategy(SavingStrategy):
         checkpoints.read_pretrained(module, device=home)
         materialize(module, seed=self._seed, device=home)
         self.model_to_device()
+        self._log_whole_values(module)
         for parameter in module.parameters():
             if is_replicated(parameter):
                 dist.broadcast(parameter.detach(), src=0)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            tell_parameters(trainer, module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

@@ -1,0 +1,66 @@
+"""Whether a checkpoint can be saved after an exception: only if every rank is there and has come equally far.
+
+Ranks tell each other through the store of the process group, as a collective would wait for one that is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+# Private; read at torch 2.13.0. A test fails when it moves.
+from torch.distributed.distributed_c10d import _get_default_store
+
+PATIENCE = 5.0
+"""Seconds that rank 0 waits for the others; they wait twice as long for its word."""
+
+_SAVE = "save"
+_asked = 0
+
+
+def why_not_to_save(step: int, groups: Sequence[dist.ProcessGroup]) -> str | None:
+    """What stands against a save that all ranks take part in; None, on all ranks, if nothing does.
+
+    Args:
+        step: optimizer steps taken; ranks that differ do not save.
+        groups: what the ranks communicate over; nor do those that have begun other numbers of collectives.
+
+    Returns:
+        The reason, in words that follow "not saved:".
+    """
+    global _asked
+    _asked += 1
+    world, rank, store = dist.get_world_size(), dist.get_rank(), _get_default_store()
+    key = f"moe_ep/save_after_failure/{_asked}"
+    here = f"{step} {[group._get_sequence_number_for_group() for group in groups]}"
+    store.set(f"{key}/{rank}", here)
+    others = [f"{key}/{other}" for other in range(world)]
+    if rank == 0:
+        word = _word_of_rank_0(store, others)
+    elif _wait(store, [f"{key}/word"], 2 * PATIENCE):
+        word = ""
+    else:
+        word = f"rank {rank} had no word from rank 0 within {2 * PATIENCE:.0f} s"
+    # The first to write it decides for all, so that none saves while another has given up.
+    said = store.compare_set(f"{key}/word", "", word).decode() if word else store.get(f"{key}/word").decode()
+    return None if said == _SAVE else said
+
+
+def _word_of_rank_0(store: dist.Store, keys: Sequence[str]) -> str:
+    if not _wait(store, keys, PATIENCE):
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        return f"rank(s) {missing} did not come to save within {PATIENCE:.0f} s"
+    places = {store.get(key) for key in keys}
+    return _SAVE if len(places) == 1 else "the ranks were stopped at different points of a step"
+
+
+def _wait(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
+    # Not the store's own waiting, which keeps other threads from it.
+    end = time.monotonic() + seconds
+    while not store.check(list(keys)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
