@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -138,6 +139,12 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         """The gradient callback in use: the user's own, or this one."""
         self._meshes: Meshes | None = None
         self._seed: int | None = None
+
+    def __repr__(self) -> str:
+        # What Fabric says that it does not know.
+        return (
+            f"MoEEPStrategy(ep={self.ep!r}), for lightning.pytorch.Trainer (for Fabric: lightning_moe_ep.parallelize)"
+        )
 
     # What a LightningModule may ask.
 
@@ -362,8 +369,16 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         return count_ahead(dataloader, trainer.lightning_module, sum_over_world=self.meshes.sum_over_world)
 
 
+def _not_for_fabric(**_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "Fabric has no expert-parallel strategy: give MoEEPStrategy to a lightning.pytorch.Trainer, or call"
+        " lightning_moe_ep.parallelize(model, build_meshes(...)) yourself, which needs neither"
+    )
+
+
 def register_strategies() -> None:
-    """Make `Trainer(strategy="moe_ep")` and `"moe_ep_1"` to `"moe_ep_64"` work."""
+    """Make `Trainer(strategy="moe_ep")` and `"moe_ep_1"` to `"moe_ep_64"` work; Fabric says why not."""
     for name, ep in [("moe_ep", "auto"), *((f"moe_ep_{2**power}", 2**power) for power in range(7))]:
         description = f"Expert parallelism with FSDP2, ep={ep}"
         StrategyRegistry.register(name, MoEEPStrategy, description=description, override=True, ep=ep)
+        STRATEGY_REGISTRY.register(name, _not_for_fabric, description=description, override=True)
