@@ -110,6 +110,7 @@ class TwoPasses:
         """Whether what it assumes was tried out, in training (True) and in evaluation."""
         update_wrapper(self, block.forward, updated=())
 
+    @torch.compiler.disable  # of a block that is compiled: what is traced would be the first pass of one moment
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         none = self._no_rows()
         random = random_state(none.device)
