@@ -39,6 +39,7 @@ class OnePass:
         # For calls from elsewhere, such as a checkpoint's around a single expert when it recomputes it.
         experts._answer = lambda number, *args, **kwargs: self._run(parameters()[0], number, *args, **kwargs)
 
+    @torch.compiler.disable  # a block that is compiled would be traced with the rows of one moment
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters, ties = self._parameters()
         rows = 0
@@ -110,7 +111,7 @@ class TwoPasses:
         """Whether what it assumes was tried out, in training (True) and in evaluation."""
         update_wrapper(self, block.forward, updated=())
 
-    @torch.compiler.disable  # of a block that is compiled: what is traced would be the first pass of one moment
+    @torch.compiler.disable  # likewise
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         none = self._no_rows()
         random = random_state(none.device)
