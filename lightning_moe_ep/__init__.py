@@ -10,7 +10,7 @@ from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_fold
 from lightning_moe_ep.checkpoint.export import export_to_hugging_face
 from lightning_moe_ep.checkpoint.export_callback import HuggingFaceExport
 from lightning_moe_ep.checkpoint.opening import open_folders
-from lightning_moe_ep.data import TextDataModule
+from lightning_moe_ep.data import TextDataModule, split_by_rank
 from lightning_moe_ep.dispatch import Dispatcher, register_dispatcher, remember_exchange, remember_routing
 from lightning_moe_ep.experts import (
     Dispatch,
@@ -63,6 +63,7 @@ __all__ = [
     "remember_exchange",
     "remember_routing",
     "save_adapter",
+    "split_by_rank",
     "spread_experts",
 ]
 

@@ -55,12 +55,6 @@ class Meshes:
             raise RuntimeError("there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh")
         return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
 
-    def sum_over_world(self, number: int) -> int:
-        """The sum of one number of each rank, exchanged over the host."""
-        total = torch.tensor(number)
-        dist.all_reduce(total, group=self.host_group)
-        return int(total)
-
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
         """What this rank communicates over, the world's default group and the host's among it."""

@@ -1,17 +1,24 @@
-"""Text in, batches out: the data module, the window that counts tokens ahead, and a baseline."""
+"""Data: text in, batches out; loaders that go in step on all ranks; and what a model's loss is compared with."""
 
 from lightning_moe_ep.data.bigram import bigram_loss
+from lightning_moe_ep.data.host import Host
+from lightning_moe_ep.data.lockstep import Uneven, agree, in_lockstep
 from lightning_moe_ep.data.position import count_batches_anew, resumable, stands_inside_epoch
+from lightning_moe_ep.data.prediction import PredictionLoader, deal_out
+from lightning_moe_ep.data.split import split_by_rank
 from lightning_moe_ep.data.text import TextDataModule
-from lightning_moe_ep.data.window import WindowedLoader, count_ahead, micro_batches_ahead
 
 __all__ = [
+    "Host",
+    "PredictionLoader",
     "TextDataModule",
-    "WindowedLoader",
+    "Uneven",
+    "agree",
     "bigram_loss",
-    "count_ahead",
     "count_batches_anew",
-    "micro_batches_ahead",
+    "deal_out",
+    "in_lockstep",
     "resumable",
+    "split_by_rank",
     "stands_inside_epoch",
 ]

@@ -30,7 +30,7 @@ from lightning_moe_ep.activation_checkpointing import (
     check_activation_checkpointing,
 )
 from lightning_moe_ep.callbacks import ExpertGradientCallback
-from lightning_moe_ep.data import count_ahead, resumable
+from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
 from lightning_moe_ep.gradients import is_replicated
@@ -45,11 +45,11 @@ from lightning_moe_ep.parallelize import (
     top_level_modules,
 )
 from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
-from lightning_moe_ep.strategy.saving import SavingStrategy
 
 
-class MoEEPStrategy(SavingStrategy, LoggingStrategy):
+class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -66,6 +66,7 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         compile_blocks: bool = False,
         cpu_offload: bool = False,
         reduce_every_micro_batch: bool = False,
+        uneven: Uneven = "stop",
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
         process_group_backend: str | None = None,
@@ -96,6 +97,9 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
                 the optimizer's step there.
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
+            uneven: What comes of unequal numbers of batches in training, validation and test: all ranks "stop" with
+                the first that has no more, and tell which it was and what the others drop; or raise an "error".
+                `predict` drops nothing.
             save_distributed_checkpoint: Save a folder that all ranks write, instead of one file with whole tensors.
             async_save: Copy what is saved to memory of the host, and write it while training goes on. A failure is
                 raised at the next step, or at the end. A second save waits for the first: let ModelCheckpoint have
@@ -105,7 +109,7 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
 
         Raises:
             ValueError: ep or replicate is not a positive integer; there is no such dispatcher, computation,
-                combine_dtype or activation_checkpointing; or async_save is asked for with
+                combine_dtype, activation_checkpointing or uneven; or async_save is asked for with
                 save_distributed_checkpoint=False.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
@@ -115,6 +119,7 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
         check_activation_checkpointing(activation_checkpointing)
         super().__init__(
+            uneven=uneven,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
             process_group_backend=process_group_backend,
@@ -207,11 +212,6 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         if world > 1:
             super()._configure_launcher()
         self._launcher = checkpoints.recovering(self._launcher)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def setup_environment(self) -> None:
@@ -355,18 +355,6 @@ class MoEEPStrategy(SavingStrategy, LoggingStrategy):
         self.gradients.reduces = reduces
         for managed in fsdp_modules(self.lightning_module):
             managed.set_requires_gradient_sync(reduces, recurse=False)
-
-    # Data.
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Keep the position in an epoch; count the tokens of each window ahead if the module has `count_tokens`."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.training:
-            self._resumption.restore_random()
-            dataloader = resumable(dataloader, trainer)
-        return count_ahead(dataloader, trainer.lightning_module, sum_over_world=self.meshes.sum_over_world)
 
 
 def _not_for_fabric(**_: Any) -> NoReturn:

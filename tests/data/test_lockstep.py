@@ -1,8 +1,8 @@
-"""The look-ahead loader alone, and where it will live: between a Strategy and Lightning's training loop."""
+"""Loaders that end on all ranks at once: alone, between a Strategy and Lightning's training loop, and on real ranks."""
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,36 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_moe_ep.data import WindowedLoader, micro_batches_ahead
+from lightning_moe_ep.data.host import Host
+from lightning_moe_ep.data.lockstep import Lengths, LockstepLoader, in_lockstep
 
 
 def _tokens(batch: Mapping[str, Any]) -> int:
     return int(batch["n"])
 
 
-def _double(total: int) -> int:
-    return 2 * total
+class _Twin(Host):
+    """Two ranks that have the same."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+        self.messages: list[list[int]] = []
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        self.messages.append([int(number) for number in numbers])
+        return [2 * number for number in numbers]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
 
 
 def _three() -> int:
     return 3
 
 
-def _windowed(loader: Iterable[Any]) -> WindowedLoader:
-    return WindowedLoader(loader, count=_tokens, accumulate=_three, sum_over_world=_double)
+def _windowed(loader: Iterable[Any], length: int | None = None, **options: Any) -> LockstepLoader:
+    defaults = {"host": _Twin(), "count": _tokens, "window": _three, "name": "train_dataloader"}
+    return LockstepLoader(loader, length=length, **{**defaults, **options})
 
 
 def _marks(batches: Iterable[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
@@ -93,27 +106,30 @@ def test_each_batch_knows_its_window(data: Dataset[dict[str, Tensor]]) -> None:
         assert all(type(b["num_items_in_batch"]) is int and type(b["num_micro_batches"]) is int for b in batches)
 
 
-def test_the_sum_is_asked_once_a_window_and_no_batch_is_changed() -> None:
+def test_one_message_a_window_and_no_batch_is_changed() -> None:
     batches: list[dict[str, Any]] = [{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]
-    asked: list[int] = []
-
-    def sum_over_world(total: int) -> int:
-        asked.append(total)
-        return total
-
-    sizes = iter([1, 2, 5])
-    loader = WindowedLoader(batches, count=_tokens, accumulate=lambda: next(sizes), sum_over_world=sum_over_world)
-    assert _marks(loader) == [(1, 1, 1), (2, 5, 2), (3, 5, 2), (4, 4, 1)]
-    assert asked == [1, 5, 4]
+    sizes, host = iter([1, 2, 5]), _Twin()
+    loader = _windowed(batches, 4, host=host, window=lambda: next(sizes))
+    assert _marks(loader) == [(1, 2, 1), (2, 10, 2), (3, 10, 2), (4, 8, 1)]
+    assert host.messages == [[0, 1, 1], [0, 1, 1, 2, 3], [0, 1, 4]], "failed, which batches it has, their tokens"
     assert batches[0] == {"n": 1}
 
 
-def test_length_is_that_of_the_loader() -> None:
-    assert len(_windowed(DataLoader(_Numbers(7), batch_size=2))) == 4
-    with pytest.raises(TypeError):
+def test_length_is_what_ranks_agreed_on() -> None:
+    loader = _windowed(DataLoader(_Numbers(7), batch_size=1), 4)
+    assert len(loader) == 4 and len(list(loader)) == 4
+    with pytest.raises(TypeError, match="the number of batches of the train_dataloader is not known"):
         len(_windowed(DataLoader(_Stream())))
-    with pytest.raises(TypeError):
-        len(_windowed(iter([])))
+
+
+def test_a_window_that_an_early_end_cuts_short_is_left_out() -> None:
+    with pytest.warns(UserWarning) as told:
+        assert _marks(_windowed(DataLoader(_Stream()), 9)) == SEVEN[:6]
+    (text,) = [str(warning.message) for warning in told if "train_dataloader" in str(warning.message)]
+    assert text == (
+        "the train_dataloader ended after 7 batches, and not after 9 as its len() says; the last 1 do not fill an"
+        " optimizer step and are left out"
+    )
 
 
 def test_refuses_batches_that_cannot_carry_the_count() -> None:
@@ -122,9 +138,8 @@ def test_refuses_batches_that_cannot_carry_the_count() -> None:
 
 
 def test_refuses_an_empty_window() -> None:
-    loader = WindowedLoader([{"n": 1}], count=_tokens, accumulate=lambda: 0, sum_over_world=_double)
-    with pytest.raises(ValueError, match=r"accumulate\(\) returned 0"):
-        next(iter(loader))
+    with pytest.raises(ValueError, match=r"window\(\) returned 0"):
+        next(iter(_windowed([{"n": 1}], window=lambda: 0)))
 
 
 def test_attributes_are_those_of_the_loader() -> None:
@@ -144,7 +159,7 @@ def test_survives_pickling() -> None:
     loader = pickle.loads(pickle.dumps(_windowed(DataLoader(_Numbers(7)))))
     assert _marks(loader) == SEVEN
     # What unpickling asks of an instance that is still empty.
-    assert not hasattr(WindowedLoader.__new__(WindowedLoader), "sampler")
+    assert not hasattr(LockstepLoader.__new__(LockstepLoader), "sampler")
 
 
 def test_the_seed_is_drawn_where_it_is_without_the_window() -> None:
@@ -168,14 +183,9 @@ def test_only_loaders_with_a_position_seem_to_keep_one() -> None:
 class _WindowedStrategy(SingleDeviceStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer
-        if not trainer.training:
-            return dataloader
-        return WindowedLoader(
-            dataloader,  # type: ignore[arg-type]
-            count=_tokens,
-            accumulate=lambda: micro_batches_ahead(trainer),
-            sum_over_world=_double,
-        )
+        length = None if isinstance(dataloader.dataset, _Stream) else len(dataloader)  # type: ignore[attr-defined]
+        lengths = Lengths([length, length], exact=length is not None)
+        return in_lockstep(dataloader, lengths, trainer, host=_Twin(), name="train_dataloader", uneven="stop")
 
 
 class _Linear(L.LightningModule):
@@ -185,6 +195,7 @@ class _Linear(L.LightningModule):
         self.seen: list[tuple[int, int, int]] = []
         self.windows: list[list[tuple[int, int, int]]] = []
         self.validated: list[set[str]] = []
+        self.count_tokens = _tokens
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self.seen += _marks([batch])
