@@ -72,8 +72,6 @@ def agree(loader: object, host: Host, name: str) -> Lengths:
 
 def counts_exactly(loader: object) -> bool:
     """Whether `len(loader)` is sure to be what it gives: not for a stream, nor where classes of a user's own count."""
-    if isinstance(loader, list | tuple):
-        return True
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     if (type(loader).__iter__, type(loader).__len__) != (DataLoader.__iter__, DataLoader.__len__):
@@ -96,10 +94,7 @@ def check_lengths(lengths: Lengths, name: str, uneven: Uneven) -> int | None:
         return None
     fewest = min(lengths.known)
     if lengths.exact and not lengths.sure:
-        text = f"the {name}s have unequal numbers of batches: {_who_drops(lengths.known)}"
-        if uneven == "error" or not fewest:
-            raise ValueError(f"{text}; {_WAY_OUT}")
-        rank_zero_warn(text)
+        _tell(name, lengths.known, uneven)
     return fewest
 
 
@@ -134,9 +129,6 @@ def in_lockstep(
     )
 
 
-_WAY_OUT = "give each rank equally many batches"
-
-
 class LockstepLoader(LoaderAround):
     """Ends on all ranks at once, and tells each batch of a window what the window holds.
 
@@ -160,9 +152,8 @@ class LockstepLoader(LoaderAround):
 
     Raises:
         Exception: what the loader, or `count`, raised on this rank; on other ranks, a RuntimeError that names it.
-        RuntimeError: ranks have unequally many batches, and that is an error, or one has none at all.
         TypeError: a batch is to be marked, but is not a mapping.
-        ValueError: `window()` is below 1.
+        ValueError: ranks have unequally many batches, and that is an error, or one has none at all.
     """
 
     def __init__(
@@ -213,9 +204,9 @@ class LockstepLoader(LoaderAround):
             if self._length is not None:
                 size = min(size, self._length - given)
             window, counts, error = self._read(batches, size)
-            held = [number < len(window) for number in range(size)]
+            has = [number < len(window) for number in range(size)]
             counts += [0] * (size - len(counts))
-            failed, *sums = self._host.sum([error is not None, *held, *counts])
+            failed, *sums = self._host.sum([error is not None, *has, *counts])
             if failed:
                 raise_together(self._host, error, self._name)
             if self._compare:
@@ -223,7 +214,8 @@ class LockstepLoader(LoaderAround):
                 warn_of_equal_batches(self._host, window[:1], self._name)
             common = sums[:size].count(self._host.size)  # what all ranks have
             if any(0 < holders < self._host.size for holders in sums[:size]):
-                self._stop(len(window), given, common)
+                held = [given + number for number in self._host.gather(len(window))]
+                _tell(self._name, held, self._uneven, unread=True)
             if common < size and self._length is not None:
                 self._leave_out(given, common)
                 return
@@ -253,14 +245,6 @@ class LockstepLoader(LoaderAround):
         for batch in window:
             yield {**batch, **marks}
 
-    def _stop(self, have: int, given: int, common: int) -> None:
-        """Say which ranks have no more, and what the others drop."""
-        held = [given + number for number in self._host.gather(have)]
-        text = f"the {self._name}s ended unequally: {_who_drops(held)}"
-        if self._uneven == "error" or not given + common:
-            raise RuntimeError(f"{text}; {_WAY_OUT}")
-        rank_zero_warn(f"{text} and what they had not read yet")
-
     def _leave_out(self, given: int, common: int) -> None:
         """Lightning makes an optimizer step of a window that the end cuts short only if it knew where the end is."""
         if common:
@@ -270,17 +254,30 @@ class LockstepLoader(LoaderAround):
             )
 
 
-def _who_drops(held: list[int]) -> str:
-    """For a message: which ranks have the fewest batches, and how many the others drop."""
+def _tell(name: str, held: list[int], uneven: Uneven, *, unread: bool = False) -> None:
+    """Say which ranks have the fewest batches, and what the others drop.
+
+    Args:
+        name: of the loader.
+        held: the batches of each rank, unequally many.
+        uneven: what comes of it.
+        unread: whether ranks may have more than that, which they have not read.
+
+    Raises:
+        ValueError: that is an error, or there are ranks without any.
+    """
     fewest = min(held)
-    short = [rank for rank, number in enumerate(held) if number == fewest]
+    short = name_ranks([rank for rank, number in enumerate(held) if number == fewest])
     others = [rank for rank, number in enumerate(held) if number > fewest]
-    dropped = sorted({held[rank] - fewest for rank in others})
-    numbers = str(dropped[0]) if len(dropped) == 1 else f"{dropped[0]} to {dropped[-1]}"
-    return (
-        f"{name_ranks(short)} ran out after {fewest}, where all ranks stop; {name_ranks(others)} drop"
-        f"{'s' if len(others) == 1 else ''} {numbers} batch{'es' if dropped[-1] > 1 else ''}"
-    )
+    more = sorted({held[rank] - fewest for rank in others})
+    number = f"{'at least ' * unread}{' to '.join(str(count) for count in dict.fromkeys((more[0], more[-1])))} more"
+    text = f"the {name}s have unequal numbers of batches: {short} ran out after {fewest}, where"
+    text += f" {name_ranks(others)} had {number}"
+    if uneven == "error":
+        raise ValueError(f"{text}; give each rank equally many, or use uneven='stop' to drop those")
+    if not fewest:
+        raise ValueError(f"{text}; give each rank one at least")
+    rank_zero_warn(f"{text}; all ranks stop there, and those are dropped")
 
 
 def start(loader: Iterable[Any]) -> Iterator[Any]:

@@ -43,7 +43,7 @@ def split_by_rank(dataset: Iterable[T], *, rank: int, world_size: int) -> Iterab
         raise ValueError(f"rank={rank} is not one of the {world_size} ranks, 0 to {world_size - 1}")
     if isinstance(dataset, datasets.IterableDataset):
         return split_dataset_by_node(dataset, rank=rank, world_size=world_size)
-    if hasattr(dataset, "__getitem__"):
+    if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise TypeError(
             f"{type(dataset).__name__} is a map-style dataset, which Lightning's sampler splits by rank; leave"
             " split_by_rank out"

@@ -123,7 +123,7 @@ def test_length_is_what_ranks_agreed_on() -> None:
 
 
 def test_a_window_that_an_early_end_cuts_short_is_left_out() -> None:
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="the train_dataloader ended") as told:
         assert _marks(_windowed(DataLoader(_Stream()), 9)) == SEVEN[:6]
     (text,) = [str(warning.message) for warning in told if "train_dataloader" in str(warning.message)]
     assert text == (
