@@ -174,7 +174,12 @@ class CausalLMModule(L.LightningModule):
         return self.model(**inputs, use_cache=False, **options)
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
-        """How many tokens of the batch have a label to predict; asked before the batch goes to the device."""
+        """How many tokens of the batch have a label to predict; asked before the batch goes to the device.
+
+        Raises:
+            ValueError: sequences are packed, but an `attention_mask` lets them see each other.
+        """
+        _check_packing(batch)
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
 
     @override
@@ -270,6 +275,19 @@ def _check_router_logits(config: PreTrainedConfig) -> None:
             f" forward of {model_class.__name__} takes no output_router_logits, or its config has no"
             " router_aux_loss_coef; leave aux_loss out (if its routers choose by a bias, ExpertBiasCallback balances"
             " them)"
+        )
+
+
+def _check_packing(batch: Mapping[str, Tensor]) -> None:
+    """transformers tells packed sequences apart by their positions only where there is no mask."""
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if positions is None or mask is None or positions.ndim != 2 or mask.ndim != 2:
+        return
+    inside = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    if bool((inside & (positions.diff(dim=-1) != 1)).any()):
+        raise ValueError(
+            "position_ids begin anew inside a row, but with an attention_mask [B, S] beside them the sequences packed"
+            " there would see each other; leave attention_mask out of the batch"
         )
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule, build_pretrained
+from tests.contract import contract
 from tests.models import FAMILIES
 from tests.parity import Probe, trainer, whole, worst
 from tests.pool import RankPool
@@ -63,6 +64,24 @@ class Batches(L.LightningDataModule):
         return DataLoader(batches(self.sizes)[rank], batch_size=None)
 
 
+def pack(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All sequences of a batch in one row, told apart by positions that begin anew."""
+    rows, length = batch["input_ids"].shape
+    labels = batch["labels"].clone()
+    labels[:, 0] = -100  # not to be predicted from the sequence before
+    positions = torch.arange(length).repeat(rows)[None]
+    return {
+        "input_ids": batch["input_ids"].reshape(1, -1),
+        "labels": labels.reshape(1, -1),
+        "position_ids": positions,
+    }
+
+
+class Packed(Batches):
+    def train_dataloader(self) -> Any:
+        return DataLoader([pack(batch) for batch in batches(self.sizes)[dist.get_rank()]], batch_size=None)
+
+
 class Logged(L.Callback):
     """What was logged after each batch that stepped."""
 
@@ -74,7 +93,7 @@ class Logged(L.Callback):
             self.values.append({key: float(value) for key, value in trainer.callback_metrics.items()})
 
 
-def one_step(sizes: Sizes, ep: int, options: dict[str, Any]) -> tuple[dict, dict, dict]:
+def one_step(sizes: Sizes, ep: int, options: dict[str, Any], data: type[Batches] = Batches) -> tuple[dict, dict, dict]:
     """On a rank: initial weights and gradients, whole, and what was logged."""
     L.seed_everything(7, verbose=False)
     probe, logged = Probe(), Logged()
@@ -85,7 +104,7 @@ def one_step(sizes: Sizes, ep: int, options: dict[str, Any]) -> tuple[dict, dict
         accumulate_grad_batches=len(sizes[0]),
         callbacks=[probe, logged],
     )
-    fitted.fit(module, Batches(sizes))
+    fitted.fit(module, data(sizes))
     return probe.initial, probe.gradients[0], logged.values[0]
 
 
@@ -126,6 +145,30 @@ def test_the_loss_is_the_mean_over_all_tokens(ranks: RankPool, sizes: Sizes, ep:
         error, name = worst(ours, gradients)
         assert error < 1e-5, f"the gradient of {name} is off by {error:.1e}"
         assert logged["train_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@contract("Data", "Packed sequences with `position_ids` of their own", "works; leave `attention_mask` out")
+def test_packed_sequences_do_not_see_each_other(ranks: RankPool) -> None:
+    sizes = (((2, 0), (1, 3)), ((3, 5), (4, 0)))
+    results = ranks.run(one_step, sizes, 2, {}, Packed, world=2)
+    gradients, loss = right_answer(sizes, results[0][0])
+    for _, ours, logged in results:
+        error, name = worst(ours, gradients)
+        assert error < 1e-5, f"the gradient of {name} is off by {error:.1e}"
+        assert logged["train_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_packed_sequences_with_a_mask_are_refused() -> None:
+    module = CausalLMModule(CONFIG)
+    batch = pack(make_batch(2, 0, seed=0))
+    assert module.count_tokens(batch) == 14
+    mask = torch.ones_like(batch["input_ids"])
+    with pytest.raises(ValueError, match="position_ids begin anew inside a row.*leave attention_mask out of the batch"):
+        module.count_tokens({**batch, "attention_mask": mask})
+    # Positions that stand still on padding are no packing.
+    mask[:, :3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert module.count_tokens({**batch, "attention_mask": mask, "position_ids": positions}) == 14
 
 
 def _validation(sizes: Sizes) -> tuple[dict[str, Tensor], float]:
