@@ -163,7 +163,7 @@ def test_packed_sequences_with_a_mask_are_refused() -> None:
     batch = pack(make_batch(2, 0, seed=0))
     assert module.count_tokens(batch) == 14
     mask = torch.ones_like(batch["input_ids"])
-    with pytest.raises(ValueError, match="position_ids begin anew inside a row.*leave attention_mask out of the batch"):
+    with pytest.raises(ValueError, match="position_ids begin anew inside a row"):
         module.count_tokens({**batch, "attention_mask": mask})
     # Positions that stand still on padding are no packing.
     mask[:, :3] = 0
