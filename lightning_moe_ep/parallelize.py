@@ -228,6 +228,17 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def drop_unreduced_gradients(model: nn.Module) -> None:
+    """Forget what backward without reduction has accumulated, which `zero_grad` does not reach."""
+    # Private attributes; read at torch 2.13.0.
+    for managed in fsdp_modules(model):
+        for group in managed._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # it is, once it was gathered
+                    parameter._unsharded_param.grad = None
+
+
 def top_level_modules(parent: nn.Module) -> list[nn.Module]:
     """The children of `parent` that own parameters, with containers that cannot be called replaced by their members."""
     found: list[nn.Module] = []

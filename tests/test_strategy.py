@@ -77,6 +77,7 @@ def test_options_from_a_config() -> None:
         {"computation": "fast"},
         {"init_on_meta": "perhaps"},
         {"timeout": "soon"},
+        {"uneven": "perhaps"},
         {"tensor_parallel_size": 2},
     ],
     ids=str,

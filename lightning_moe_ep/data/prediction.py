@@ -7,6 +7,7 @@ that: no hook is called, and what comes of it is dropped.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_moe_ep.data.around import LoaderAround
@@ -93,10 +95,10 @@ class PredictionLoader(LoaderAround):
                 # Some rank has nothing to repeat; it takes a batch of the first rank that has one.
                 last = self._host.send(batch, self._host.gather(len(batch)).index(1))
             if batch:
-                last = map_leaves(lambda leaf: leaf, batch)  # of its own, as the loop may change it
+                last = _copy(batch)  # as the loop may change it
                 yield batch[0]
             else:
-                _repeat(self._trainer, map_leaves(lambda leaf: leaf, last)[0], number, index)
+                _repeat(self._trainer, _copy(last)[0], number, index)
 
 
 def _next(batches: Iterator[Any]) -> tuple[list[Any], Exception | None]:
@@ -104,6 +106,11 @@ def _next(batches: Iterator[Any]) -> tuple[list[Any], Exception | None]:
         return list(itertools.islice(batches, 1)), None
     except Exception as error:
         return [], error
+
+
+def _copy(tree: Any) -> Any:
+    """Containers of its own, with the same tensors."""
+    return map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), tree)
 
 
 def _repeat(trainer: L.Trainer, batch: Any, number: int, index: int) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_moe_ep.data import Host, PredictionLoader, Uneven, agree, deal_out, in_lockstep, resumable
+from lightning_moe_ep.parallelize import drop_unreduced_gradients
 from lightning_moe_ep.strategy.saving import SavingStrategy
 
 
@@ -66,6 +67,23 @@ class LoadingStrategy(SavingStrategy):
             if lengths.sure:
                 dataloader = resumable(dataloader, trainer)
         return in_lockstep(dataloader, lengths, trainer, host=host, name=name, uneven=self.uneven)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._drop_open_window()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:
+            self._drop_open_window()
+
+    def _drop_open_window(self) -> None:
+        """An epoch, or a fit, may have ended before the optimizer's step; Lightning begins with zero gradients."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            drop_unreduced_gradients(self.lightning_module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -19,7 +20,8 @@ from lightning_moe_ep import MoEEPStrategy, split_by_rank
 from lightning_moe_ep.data import Host
 from tests.contract import contract
 from tests.models import loss_of, make_batch
-from tests.parity import Case, CaseModule, trainer
+from tests.oracle import answer
+from tests.parity import Case, CaseModule, Probe, trainer, worst
 from tests.pool import RankPool
 
 
@@ -193,6 +195,7 @@ def _errors() -> dict[str, list[str]]:
             module, Unstartable() if dist.get_rank() else of_rank([0])
         ),
         "tokens of what is no mapping": lambda: quiet().fit(Counts(), of_rank([0], [1], kind=Pairs)),
+        "no loss by hand": lambda: quiet().fit(ByHand(), of_rank([0], [10])),
         "no loss": lambda: quiet().fit(NoLoss(), of_rank([0], [10])),
         "a loader that fails in predict": lambda: quiet().predict(module, of_rank([0, 1], [-1], kind=Stream)),
         "a batch sampler that hides": lambda: quiet(use_distributed_sampler=True).predict(
@@ -233,6 +236,18 @@ class NoLoss(Seen):
         return {"loss": None}
 
 
+class ByHand(Seen):
+    """Steps by itself, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
 class TakesIterator(Seen):
     def predict_step(self, dataloader_iter: Iterator[Any]) -> None:
         raise AssertionError("not called")
@@ -240,7 +255,7 @@ class TakesIterator(Seen):
 
 @contract("Data", "Ranks with unequal numbers of batches and `uneven='error'`", "refused: give each rank equally many")
 @contract("Data", "A loader that fails on one rank", "refused: all ranks raise, and name the rank and its error")
-@contract("Data", "`training_step` returning None", "refused on several ranks: return a loss that is zero")
+@contract("Data", "`training_step` returning None", "refused on several devices: return a loss that is zero")
 def test_what_goes_wrong_on_one_rank_is_told_on_all(ranks: RankPool) -> None:
     first, second = ranks.run(_errors, world=2)
     unequal = (
@@ -267,6 +282,7 @@ def test_what_goes_wrong_on_one_rank_is_told_on_all(ranks: RankPool) -> None:
             f"RuntimeError: training_step returned no loss on rank {rank}, but all 2 ranks have to run backward"
             " together; to leave a batch out, return a loss that is zero and connected to the graph, such as `loss * 0`"
         )
+    assert first.pop("no loss by hand") == second.pop("no loss by hand") == []
     (text,) = first.pop("tokens of what is no mapping")
     assert text.startswith("TypeError: the training loader yielded a list; batches must be mappings")
     ended = "RuntimeError: the {}_dataloader of rank {} failed, so this rank ends as well: {}"
@@ -279,6 +295,44 @@ def test_what_goes_wrong_on_one_rank_is_told_on_all(ranks: RankPool) -> None:
     for case, (stage, text) in failing.items():
         assert second.pop(case) == [text] and first.pop(case) == [ended.format(stage, 1, text)], case
     assert not first and not second
+
+
+def _no_loss_alone() -> list[str]:
+    module = Seen()
+    module.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    return told(lambda: quiet().fit(module, of_rank([0])))
+
+
+def test_no_loss_on_one_device_is_lightnings(ranks: RankPool) -> None:
+    assert ranks.run(_no_loss_alone, world=1) == [[]]
+
+
+def test_what_uneven_may_be() -> None:
+    with pytest.raises(ValueError, match=r"uneven='skip' is not known; use one of \['stop', 'error'\]"):
+        MoEEPStrategy(uneven="skip")  # type: ignore[arg-type]
+
+
+class EndsInside(CaseModule):
+    """Ends its first epoch inside an accumulation window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+def _ends_inside(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    L.seed_everything(7, verbose=False)
+    probe = Probe()
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "callbacks": [probe]}
+    trainer(MoEEPStrategy(ep=case.ep), **options).fit(EndsInside(case))
+    return probe.initial, probe.gradients[0]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_what_an_open_window_has_accumulated_is_gone(ranks: RankPool, ep: int) -> None:
+    case = Case(ep=ep, tokens=((16, 5), (7, 8)))
+    initial, gradients = ranks.run(_ends_inside, case, world=2)[0]
+    error, name = worst(gradients, answer(case.kind, case.model, initial, case.batches()).gradients[0])
+    assert error < 1e-5, name
 
 
 # Predict.
