@@ -1,5 +1,6 @@
 """Data: text in, batches out; loaders that go in step on all ranks; and what a model's loss is compared with."""
 
+from lightning_moe_ep.data.around import innermost
 from lightning_moe_ep.data.bigram import bigram_loss
 from lightning_moe_ep.data.host import Host
 from lightning_moe_ep.data.lockstep import Uneven, agree, in_lockstep
@@ -18,6 +19,7 @@ __all__ = [
     "count_batches_anew",
     "deal_out",
     "in_lockstep",
+    "innermost",
     "resumable",
     "split_by_rank",
     "stands_inside_epoch",

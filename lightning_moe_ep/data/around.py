@@ -29,3 +29,10 @@ class LoaderAround:
         # Lightning ends a fit with `loader._iterator = None` and seeds workers with `loader.worker_init_fn`;
         # kept here, they would hide the wrapped loader's own and never reach it.
         setattr(self._loader, name, value)
+
+
+def innermost(loader: object) -> object:
+    """The loader that is left when all that stands around it is taken away."""
+    while isinstance(loader, LoaderAround):
+        loader = loader.__dict__["_loader"]
+    return loader

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_moe_ep.data import Host, PredictionLoader, Uneven, agree, deal_out, in_lockstep, resumable
+from lightning_moe_ep.data import Host, PredictionLoader, Uneven, agree, deal_out, in_lockstep, innermost, resumable
 from lightning_moe_ep.parallelize import drop_unreduced_gradients
 from lightning_moe_ep.strategy.saving import SavingStrategy
 
@@ -28,7 +28,8 @@ class LoadingStrategy(SavingStrategy):
     def barrier(self, name: str | None = None) -> None:
         # The one moment between a user's predict_dataloader(), which may ask for the sampler's arguments as well, and
         # Lightning's own request.
-        self._injects = name == "predict_dataloader()"
+        self._injects = name == "predict_dataloader()" and self.world_size > 1
+        self._injected = False
         super().barrier(name)
 
     @property
@@ -46,6 +47,8 @@ class LoadingStrategy(SavingStrategy):
         trainer = self.lightning_module.trainer
         host = Host(self.meshes.host_group)
         name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
+        # A CombinedLoader of the user's keeps what stood around its loaders in an earlier run.
+        dataloader = innermost(dataloader)
         if self._injected:
             self._injected = False
             deal_out(dataloader, rank=host.rank, world_size=host.size)

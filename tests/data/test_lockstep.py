@@ -39,6 +39,18 @@ class _Twin(Host):
         return [value, value]
 
 
+class _Shorter(_Twin):
+    """The other rank has one batch, of 500 tokens, in each window."""
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        size = len(numbers) // 2
+        other = [0, 1, *[0] * (size - 1), 500, *[0] * (size - 1)]
+        return [mine + theirs for mine, theirs in zip(numbers, other, strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, 1]
+
+
 def _three() -> int:
     return 3
 
@@ -113,6 +125,11 @@ def test_one_message_a_window_and_no_batch_is_changed() -> None:
     assert _marks(loader) == [(1, 2, 1), (2, 10, 2), (3, 10, 2), (4, 8, 1)]
     assert host.messages == [[0, 1, 1], [0, 1, 1, 2, 3], [0, 1, 4]], "failed, which batches it has, their tokens"
     assert batches[0] == {"n": 1}
+
+
+def test_tokens_of_batches_that_are_dropped_do_not_count() -> None:
+    with pytest.warns(UserWarning, match="rank 1 ran out after 1, where rank 0 had at least 2 more"):
+        assert _marks(_windowed(DataLoader(_Stream()), host=_Shorter())) == [(1, 501, 1)]
 
 
 def test_length_is_what_ranks_agreed_on() -> None:

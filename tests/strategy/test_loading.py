@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -361,6 +362,10 @@ def _predict() -> dict[str, Any]:
     rows = [row(number) for number in range(16)]
 
     def predict(*loaders: Any, **options: Any) -> dict[str, Any]:
+        if hasattr(module, "model"):
+            # As where nobody seeds: ranks draw unlike numbers.
+            os.environ.pop("PL_GLOBAL_SEED", None)
+            torch.manual_seed(dist.get_rank())
         module.started, writer = [], Writer()
         predicting = quiet(use_distributed_sampler=True, callbacks=[writer], **options)
         given = predicting.predict(module, list(loaders) if len(loaders) > 1 else loaders[0])
@@ -372,7 +377,10 @@ def _predict() -> dict[str, Any]:
             "hooks": module.started,
         }
 
+    combined = CombinedLoader([DataLoader(rows[:3])], "sequential")
     return {
+        "a CombinedLoader": predict(combined),
+        "a CombinedLoader again": predict(combined),
         "5 samples": predict(DataLoader(rows[:5], batch_size=1)),
         "7 samples, shuffled": predict(DataLoader(rows[:7], batch_size=2, shuffle=True)),
         "1 sample": predict(DataLoader(rows[:1])),
@@ -428,6 +436,8 @@ def test_predict_gives_each_sample_once(ranks: RankPool) -> None:
     assert sorted(numbers) == list(range(7)) and numbers != [0, 2, 4, 6, 1, 3, 5]
     assert [[len(batch) for batch in rank[0]] for rank in shuffled] == [[2, 2], [2, 1]]
     assert order == {
+        "a CombinedLoader": [[[[0], [2]]], [[[1]]]],
+        "a CombinedLoader again": [[[[0], [2]]], [[[1]]]],
         "5 samples": [[[[0], [2], [4]]], [[[1], [3]]]],
         "1 sample": [[[[0]]], [[]]],
         "a worker": [[[[0], [2]]], [[[1]]]],
@@ -477,6 +487,8 @@ class Several(Seen):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if "x" in batch:
             return super().training_step(batch, batch_idx)
+        if isinstance(batch, list):
+            return super().training_step(batch[0], batch_idx)
         self.batches.append([part["id"].item() for part in batch.values()])
         return sum(loss_of(self.model, part) for part in batch.values())
 
@@ -499,6 +511,7 @@ def _flags() -> dict[str, dict[str, Any]]:
         loaders = {"a": of_rank([0, 1, 2, 3], [10, 11, 12], kind=Stream), "b": of_rank([4, 5], [14], kind=Stream)}
         return lambda: CombinedLoader(loaders, mode)
 
+    combined = CombinedLoader([of_rank([0, 1], [10], kind=Stream)], "min_size")
     mine = [of_rank([20, 21], [30]), of_rank([22], [32, 33])]
     return {
         "plain": fit(),
@@ -514,6 +527,8 @@ def _flags() -> dict[str, dict[str, Any]]:
         "several val loaders": fit(limit_train_batches=1, val=lambda: mine, use_distributed_sampler=False),
         "min_size": fit(two("min_size"), max_epochs=2),
         "max_size_cycle": fit(two("max_size_cycle")),
+        "one CombinedLoader": fit(lambda: combined),
+        "the same in another fit": fit(lambda: combined),
     }
 
 
@@ -546,5 +561,7 @@ def test_flags_of_the_trainer(ranks: RankPool) -> None:
     assert first["reload_dataloaders_every_n_epochs=1"]["asked"] == 2
     assert first["several val loaders"]["val"] == [20, 22] and second["several val loaders"]["val"] == [30, 32]
     assert first["min_size"]["batches"] == [[0, 4]] * 2 and second["min_size"]["batches"] == [[10, 14]] * 2
+    for case in ("one CombinedLoader", "the same in another fit"):
+        assert first[case]["train"] == [0] and second[case]["train"] == [10], case
     assert first["max_size_cycle"]["batches"] == [[0, 4], [1, 4], [2, 4]]
     assert second["max_size_cycle"]["batches"] == [[10, 14], [11, 14], [12, 14]]
