@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Private; read at torch 2.13.0. A test fails when it moves.
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from lightning_moe_ep.layout import Layout
 
@@ -154,6 +154,11 @@ def warm_up(name: str, group: dist.ProcessGroup, device_type: str) -> None:
             f"the first collective over the {name!r} group of ranks {ranks} gave {total} instead of {len(ranks)} on"
             f" rank {dist.get_rank()}; check the network between these ranks"
         )
+
+
+def default_store() -> dist.Store:
+    """What ranks can tell each other through without a collective."""
+    return _get_default_store()
 
 
 def let_gloo_finish_at_exit() -> None:

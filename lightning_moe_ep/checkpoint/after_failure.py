@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch.distributed.distributed_c10d import _get_default_store
+from lightning_moe_ep.mesh import default_store
 
 PATIENCE = 5.0
 """Seconds that rank 0 waits for the others; they wait twice as long for its word."""
@@ -32,7 +31,7 @@ def why_not_to_save(step: int, groups: Sequence[dist.ProcessGroup]) -> str | Non
     """
     global _asked
     _asked += 1
-    world, rank, store = dist.get_world_size(), dist.get_rank(), _get_default_store()
+    world, rank, store = dist.get_world_size(), dist.get_rank(), default_store()
     key = f"moe_ep/save_after_failure/{_asked}"
     here = f"{step} {[group._get_sequence_number_for_group() for group in groups]}"
     store.set(f"{key}/{rank}", here)
