@@ -97,13 +97,13 @@ class FolderSave:
         durable.put_in_place(saving, self.path)
 
 
-def save_file(path: Path, checkpoint: dict[str, Any], group: dist.ProcessGroup) -> None:
+def save_file(path: Path, checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Write a checkpoint as one file; every rank calls this.
 
     Args:
         path: the file; what is there is replaced when it is complete.
         checkpoint: Lightning's, whole on rank 0.
-        group: all ranks, for CPU tensors.
+        group: all ranks, for CPU tensors; None: there is one process.
 
     Raises:
         OSError: there is not enough space; on every rank.
@@ -181,7 +181,7 @@ def _write(file: Path, content: memoryview) -> None:
         os.fsync(stream.fileno())
 
 
-def _clear(path: Path, group: dist.ProcessGroup) -> str:
+def _clear(path: Path, group: dist.ProcessGroup | None) -> str:
     """After a failure, before any rank goes on: leave nothing of the save, if that can be; tells what space there was.
 
     torch.save may call a full disk an "unexpected pos".
@@ -198,7 +198,7 @@ def _clear(path: Path, group: dist.ProcessGroup) -> str:
         return ""
 
 
-def _failed(path: Path, error: BaseException, group: dist.ProcessGroup) -> RuntimeError:
+def _failed(path: Path, error: BaseException, group: dist.ProcessGroup | None) -> RuntimeError:
     if isinstance(error, CheckpointException):
         failures = sorted(error.failures.items())
         reason = "; ".join(f"{type(e).__name__} on rank {rank}: {e}" for rank, (e, _) in failures)

@@ -35,6 +35,7 @@ from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
+from lightning_moe_ep.launch.forked import is_interactive
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
 from lightning_moe_ep.parallelize import (
@@ -211,6 +212,8 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         self._launcher = None
         if world > 1:
             super()._configure_launcher()
+        if self._launcher is not None and is_interactive():
+            self._launcher = self._fork_launcher()
         self._launcher = checkpoints.recovering(self._launcher)
 
     @override

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
+from lightning_moe_ep.launch.forked import ForkLauncher
 from lightning_moe_ep.mesh import Meshes
 
 
@@ -42,9 +43,33 @@ class SavingStrategy(ModelParallelStrategy):
     def meshes(self) -> Meshes:
         """The meshes of the run."""
 
+    def _fork_launcher(self) -> ForkLauncher:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes} in an interactive process: its ranks are forked from it, on this node; use"
+                " num_nodes=1, or run the code as a script"
+            )
+        return ForkLauncher(self, save_whole=self._save_whole)
+
+    def _save_whole(self, path: Path) -> None:
+        """Save the plain model's weights as one file, whatever the Trainer's checkpoints are."""
+        assert self.lightning_module is not None
+        self._saver.folders, before = False, self._saver.folders
+        try:
+            self.lightning_module.trainer.save_checkpoint(path, weights_only=True)
+        finally:
+            self._saver.folders = before
+
+    @property
+    def _forked_from_here(self) -> bool:
+        """Whether this is the user's process, where the module is plain and the ranks have ended."""
+        return isinstance(self._launcher, ForkLauncher) and not self._launcher.is_rank
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._forked_from_here:
+            return self.lightning_module.state_dict()
         return self._saver.model_state(self.lightning_module)
 
     @override
@@ -61,6 +86,10 @@ class SavingStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
+        if self._forked_from_here:
+            if not self.lightning_module.trainer.interrupted:  # else the ranks have seen to it
+                self._launcher.save(checkpoint, Path(filepath), self.lightning_module)
+            return
         checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
         self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
         self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
