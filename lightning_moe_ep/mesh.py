@@ -13,13 +13,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+# Private; read at torch 2.13.0. A test fails when they move.
+from torch._C._distributed_c10d import _unregister_all_process_groups
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _update_default_pg, _world
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_moe_ep.layout import Layout
 
@@ -167,3 +171,32 @@ def let_gloo_finish_at_exit() -> None:
     A thread that comes too late aborts the process (torch 2.13: "terminate called without an active exception").
     """
     atexit.register(time.sleep, 0.2)
+
+
+_FORGOTTEN: list[Any] = []
+"""Groups and stores that must never be destroyed here: that would wait for threads that only the parent has."""
+
+
+def forget_groups() -> None:
+    """In a process that was just forked: know of no process group.
+
+    Those of the parent have their threads there, and their connections in common with it: here they can be neither
+    used nor closed.
+    """
+    _FORGOTTEN.append(dict(_world.pg_map))
+    _update_default_pg(None)
+    for table in (
+        _world.pg_map,
+        _world.pg_names,
+        _world.pg_group_ranks,
+        _world.pg_backend_config,
+        _world.pg_to_tag,
+        _world.tags_to_pg,
+        _world.pg_coalesce_state,
+    ):
+        table.clear()
+    _world.group_count = 0
+    _unregister_all_process_groups()
+    # DTensor takes a mesh for another of equal shape, and would go on with the parent's groups.
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def recovering(launcher: _Launcher | None) -> _Launcher:
     ) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if trainer is not None:
-                is_last = any(isinstance(value, str) and value == "last" for value in (*args, *kwargs.values()))
-                _recover_last(trainer, in_folders=is_last)
+                given = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+                trainer.strategy.given_checkpoint = given
+                _recover_last(trainer, in_folders=given == "last")
             return function(*args, **kwargs)
 
         return launch(run, *args, trainer=trainer, **kwargs)

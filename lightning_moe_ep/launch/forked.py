@@ -41,7 +41,8 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from typing_extensions import override
 
 from lightning_moe_ep.checkpoint.saving import save_file
-from lightning_moe_ep.launch import inherited, results, weights
+from lightning_moe_ep.launch import results, weights
+from lightning_moe_ep.mesh import forget_groups
 from lightning_moe_ep.trees import tensors_of
 
 POLL = 0.5
@@ -73,6 +74,8 @@ class ForkLauncher(_MultiProcessingLauncher):
         self._save_whole = save_whole
         self.is_rank = False
         """Whether this process is one of the ranks."""
+        self.has_failed = False
+        """Whether callbacks are being told of a failure, here as on the ranks."""
         self._numbered: list[Logger] = []
 
     @override
@@ -93,6 +96,7 @@ class ForkLauncher(_MultiProcessingLauncher):
             try:
                 self._wait_for(run, function, trainer, args, kwargs)
             except BaseException:
+                self.has_failed = True
                 if trainer.state.fn == TrainerFn.FITTING:
                     rank_zero_warn(
                         "The fit did not end. What it had trained went with its ranks: the module has the weights from"
@@ -104,7 +108,7 @@ class ForkLauncher(_MultiProcessingLauncher):
             data = [value for value in (*args, *kwargs.values()) if isinstance(value, L.LightningDataModule)]
             trainer.datamodule = data[0] if data else trainer.datamodule
             if run.weights.exists():
-                weights.take_back(module, self._strategy, run.weights, otherwise=kept)
+                weights.take_back(module, self._strategy, run.weights, otherwise=found.checkpoint or kept)
             elif found.checkpoint is not None:
                 limit = f"more than {weights.MOST_BYTES / 2**30:g} GiB are not copied"
                 weights.leave(module, found.checkpoint, limit)
@@ -223,7 +227,9 @@ class ForkLauncher(_MultiProcessingLauncher):
         _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux only: a kernel that is killed takes its ranks with it
         if os.getppid() != parent:
             return
-        inherited.let_go()
+        # The threads of a parallel loop are the parent's too: with more than one, the first such loop waits forever.
+        torch.set_num_threads(1)
+        forget_groups()
         os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run.port))
         self._strategy.set_world_ranks()
         try:
@@ -240,16 +246,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         """What the user's process needs, in files; every rank calls this."""
         module = trainer.lightning_module
         fitted = trainer.state.fn == TrainerFn.FITTING
-        checkpoint = None
-        if fitted or trainer.ckpt_path is not None:
+        checkpoint = None if fitted or trainer.ckpt_path is None else Path(trainer.ckpt_path)
+        if fitted or checkpoint is not None:
             size = sum(value.nbytes for value in tensors_of(module.state_dict()))
             if run.is_built or size <= weights.MOST_BYTES:
                 self._save_whole(run.weights)
             elif fitted:
                 checkpoint = run.kept
                 trainer.save_checkpoint(checkpoint)
-            else:
-                checkpoint = Path(str(trainer.ckpt_path))
         if trainer.is_global_zero:
             results.write(results.collect(trainer, returned, checkpoint), run.results)
 
@@ -319,8 +323,8 @@ def _check_fork(module: nn.Module) -> None:
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "several ranks are forked from this interactive process, which has used CUDA already (for a tensor, a model"
-            " on a GPU, a run on one device): its forks could not. Restart the kernel and leave CUDA to this run, or run"
-            " the code as a script"
+            " on a GPU, a run on one device): its forks could not. Restart the kernel and leave CUDA to this run, or"
+            " run the code as a script"
         )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise RuntimeError(

@@ -27,7 +27,7 @@ class Results:
     """By the Trainer's method."""
 
     checkpoint: Path | None
-    """Where the weights were left, if they are too many to be brought back."""
+    """One with the weights, if there is one that stays."""
 
     state: TrainerState
     metrics: dict[str, dict[str, Any]]

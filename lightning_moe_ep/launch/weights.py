@@ -26,19 +26,14 @@ def is_built(module: L.LightningModule) -> bool:
     return (own is not None and own.__name__ != _refuse.__name__) or not is_overridden("configure_model", module)
 
 
-def take_back(
-    module: L.LightningModule, strategy: ModelParallelStrategy, file: Path, *, otherwise: Path
-) -> Path | None:
-    """Build the module if need be, and fill it.
+def take_back(module: L.LightningModule, strategy: ModelParallelStrategy, file: Path, *, otherwise: Path) -> None:
+    """Build the module if need be, and fill it; if it cannot be built and filled here, `leave` the weights.
 
     Args:
         module: plain; what it has built stays the same objects, with new values.
         strategy: with whose precision it is built.
         file: a Trainer's checkpoint of one file, which is used up.
-        otherwise: where the file is moved if the module cannot be built and filled here.
-
-    Returns:
-        None, or `otherwise` if the weights are there.
+        otherwise: a checkpoint with the same weights, or where one can be made.
     """
     before, tables = dict(vars(module)), {kind: dict(vars(module)[kind]) for kind in _TABLES}
     try:
@@ -49,13 +44,13 @@ def take_back(
         # What is there now has initial weights, and must not be taken for trained.
         vars(module).clear()
         vars(module).update({**before, **tables})
-        otherwise.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(file, otherwise)
+        if not otherwise.exists():
+            otherwise.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, otherwise)
         leave(module, otherwise, f"{type(error).__name__}: {error}")
-        return otherwise
+        return
     if is_overridden("configure_model", module):
         module.configure_model = lambda: None
-    return None
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -78,7 +73,7 @@ def leave(module: L.LightningModule, checkpoint: Path, reason: str) -> None:
 
 def _refuse(module: L.LightningModule, checkpoint: Path) -> Any:
     def configure_model() -> None:
-        if module.trainer.ckpt_path is None:
+        if getattr(module.trainer.strategy, "given_checkpoint", None) is None:
             raise RuntimeError(
                 f"this module was trained, but its weights are in {checkpoint}, not in this process; give"
                 f" ckpt_path={str(checkpoint)!r}, or make a new module to start over"

@@ -37,6 +37,8 @@ class SavingStrategy(ModelParallelStrategy):
         )
         self._saver = checkpoints.Saver(folders=save_distributed_checkpoint, meanwhile=async_save, timeout=timeout)
         self._resumption = checkpoints.Resumption()
+        self.given_checkpoint: str | Path | None = None
+        """The `ckpt_path` that the Trainer's method was given, which it has not looked for yet."""
 
     @property
     @abstractmethod
@@ -87,7 +89,7 @@ class SavingStrategy(ModelParallelStrategy):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses it
         if self._forked_from_here:
-            if not self.lightning_module.trainer.interrupted:  # else the ranks have seen to it
+            if not self._launcher.has_failed:  # else the ranks have seen to it
                 self._launcher.save(checkpoint, Path(filepath), self.lightning_module)
             return
         checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
@@ -116,6 +118,8 @@ class SavingStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         self._saver.close()
+        if isinstance(self._launcher, ForkLauncher):
+            self._launcher.has_failed = False
         super().teardown()
 
     @override
