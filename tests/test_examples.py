@@ -1,11 +1,13 @@
-"""Every program in examples/ runs as it is and learns what it says."""
+"""Every program in examples/ runs as it is and learns what it says, and so does the notebook."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.cli.processes import REPOSITORY, run_python
 from tests.matrix import mostly_more
@@ -29,3 +31,19 @@ def test_example(name: str, tmp_path: Path) -> None:
     (result,) = re.findall(pattern, printed, flags=re.MULTILINE)
     assert float(result) < limit, printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(REPOSITORY / "examples" / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "clear the outputs"
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    printed = "".join(output.get("text", "") for output in outputs)
+    (first,) = re.findall(r"^after 200 steps: (\d\.\d{3}) nats", printed, flags=re.MULTILINE)
+    ((second, before),) = re.findall(
+        r"^after 300 steps: (\d\.\d{3}) .*before (\d\.\d{3})$", printed, flags=re.MULTILINE
+    )
+    assert float(second) < float(first) == float(before) < 2.5, printed
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3

@@ -8,6 +8,7 @@ its traceback there. However a run ends, none of its ranks outlives it.
 
 from __future__ import annotations
 
+import csv
 import multiprocessing as mp
 import os
 import pickle
@@ -15,11 +16,13 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as L
 import torch
@@ -76,7 +79,6 @@ class ForkLauncher(_MultiProcessingLauncher):
         """Whether this process is one of the ranks."""
         self.has_failed = False
         """Whether callbacks are being told of a failure, here as on the ranks."""
-        self._numbered: list[Logger] = []
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
@@ -89,7 +91,9 @@ class ForkLauncher(_MultiProcessingLauncher):
         self._strategy.connect(module)
         module.trainer = trainer
         trainer._callback_connector._attach_model_callbacks()
-        self._number(trainer.loggers)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger | CSVLogger):
+                _ = logger.version  # counted now: later each rank would, and this process not at all
         kept = _free_place(Path(trainer.log_dir or trainer.default_root_dir) / "trained_weights.ckpt")
         with tempfile.TemporaryDirectory(prefix="lightning-moe-ep-") as folder:
             run = _Run(Path(folder), kept, find_free_network_port(), weights.is_built(module))
@@ -103,6 +107,8 @@ class ForkLauncher(_MultiProcessingLauncher):
                         " before it. Go on from a checkpoint (ckpt_path), if one was saved"
                     )
                 raise
+            finally:
+                _WRITTEN.update(trainer.loggers)
             found = results.read(run.results)
             results.restore(trainer, found)
             data = [value for value in (*args, *kwargs.values()) if isinstance(value, L.LightningDataModule)]
@@ -197,17 +203,6 @@ class ForkLauncher(_MultiProcessingLauncher):
                 process.kill()
             process.join()
 
-    def _number(self, loggers: Iterable[Logger]) -> None:
-        """Have loggers that count their folders do so now: later each rank would, and this process not at all."""
-        for logger in loggers:
-            if not isinstance(logger, TensorBoardLogger | CSVLogger):
-                continue
-            if isinstance(logger, CSVLogger) and logger in self._numbered:
-                logger._version = None  # in a folder that has a file already it would begin with deleting that
-            if logger._version is None:
-                _ = logger.version
-                self._numbered.append(logger)
-
     # In the ranks.
 
     def _rank(
@@ -233,6 +228,9 @@ class ForkLauncher(_MultiProcessingLauncher):
         os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run.port))
         self._strategy.set_world_ranks()
         try:
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger) and logger in _WRITTEN and rank == 0:
+                    _go_on(logger)
             self._hand_over(run, trainer, function(*args, **kwargs))
         except BaseException as error:
             run.fail(rank, self._strategy.num_processes, error)
@@ -341,6 +339,23 @@ def _free_place(path: Path) -> Path:
         number += 1
         place = path.with_stem(f"{path.stem}-v{number}")
     return place
+
+
+_WRITTEN: WeakSet[Logger] = WeakSet()
+"""The loggers that ranks have written with."""
+
+
+def _go_on(logger: CSVLogger) -> None:
+    """Have a logger add to its file, which a rank of another run has written; it would begin with deleting it."""
+    file = Path(logger.log_dir, "metrics.csv")
+    if not file.exists():
+        return
+    written = file.read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it will be deleted
+        writer = logger.experiment
+    file.write_text(written)
+    writer.metrics_keys = next(csv.reader(written.splitlines()))
 
 
 def _interrupt_once(signum: int, frame: Any) -> None:

@@ -5,6 +5,7 @@ Each meets what those before it left in the process: process groups, sharded mod
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import sys
@@ -306,14 +307,18 @@ def names_and_meta() -> None:
 
 
 def loggers() -> None:
-    """Their folders are numbered in this process, and no run deletes what another wrote."""
+    """Their folders are numbered in this process, and one run goes on in the file of another."""
     logger = CSVLogger(".", flush_logs_every_n_steps=1)
     runs, module = trainer(2, logger=logger, log_every_n_steps=1), BuiltBefore()
     runs.fit(module, loader(), loader())
-    fitted = Path(logger.log_dir, "metrics.csv")
-    assert "train_loss" in fitted.read_text()
-    runs.validate(module, loader())
-    assert "train_loss" in fitted.read_text() and Path(logger.log_dir, "metrics.csv") != fitted
+    fitted = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert "train_loss" in fitted[0]
+    runs.test(module, loader())
+    assert Path(logger.log_dir, "metrics.csv").read_text().splitlines()[: len(fitted)] == fitted
+    runs.fit_loop.max_epochs = 2
+    runs.fit(module, loader(), loader())
+    rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(8))
 
 
 CELLS: dict[str, Callable[[], None]] = {

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import lightning.pytorch as L
+import psutil
 import pytest
 import torch
+from jupyter_client.manager import start_new_kernel
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.launch import forked
 from lightning_moe_ep.launch.forked import ForkLauncher
-from tests.cli.processes import run_python
+from tests.cli.processes import REPOSITORY, run_python
 from tests.contract import contract
 
 # IPython sets it, and Lightning takes a process for interactive in which it is set.
@@ -41,26 +44,79 @@ def run_cells(folder: Path, *cells: str) -> None:
     "saves the weights; the optimizers' state only ModelCheckpoint can save, during the fit",
 )
 @contract("Notebooks", "a module after `devices=1`, then `devices=2`", "refused: make a new one, with ckpt_path")
-def test_cells(tmp_path: Path) -> None:
-    run_cells(
-        tmp_path, "one_device", "two_ranks", "the_same_trainer_again", "built_in_init", "a_sharded_module_is_refused"
-    )
-
-
-@pytest.mark.more
 @contract(
     "Notebooks",
     "an error, a killed rank or an interrupted cell",
     "ends all ranks within seconds; the error is the rank's own, with its traceback; the module keeps the weights from"
     " before, and a warning says so",
 )
+def test_cells(tmp_path: Path) -> None:
+    run_cells(
+        tmp_path,
+        "one_device",
+        "two_ranks",
+        "the_same_trainer_again",
+        "built_in_init",
+        "a_sharded_module_is_refused",
+        "failures",
+    )
+
+
+TRAINS_ON = """
+import time
+from tests.launch.cells import *
+
+class TrainsOn(BuiltBefore):
+    def training_step(self, batch, batch_idx):
+        Path(f"started-{self.global_rank}").touch()
+        return super().training_step(batch, batch_idx)
+
+trainer(2, max_epochs=100_000).fit(TrainsOn(), loader())
+"""
+
+
+@pytest.mark.more
+@contract("Notebooks", "interrupting a cell in Jupyter, or killing its kernel", "leaves no process behind")
+def test_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    kernel, client = start_new_kernel(cwd=str(tmp_path))
+    process = psutil.Process(kernel.provisioner.pid)
+    try:
+        client.execute(TRAINS_ON)
+        ranks = _ranks_of(process, tmp_path)
+        kernel.interrupt_kernel()
+        assert client.get_shell_msg(timeout=60)["content"]["ename"] == "SystemExit"
+        assert not any(rank.is_running() for rank in ranks)
+        client.execute(TRAINS_ON)
+        ranks = _ranks_of(process, tmp_path)
+    finally:
+        process.kill()
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    client.stop_channels()
+
+
+def _ranks_of(kernel: psutil.Process, folder: Path) -> list[psutil.Process]:
+    """Both, once they train."""
+    started = [folder / f"started-{rank}" for rank in range(2)]
+    end = time.monotonic() + 120
+    while not all(file.exists() for file in started):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for file in started:
+        file.unlink()
+    ranks = kernel.children()
+    assert len(ranks) == 2
+    return ranks
+
+
+@pytest.mark.more
 @contract(
     "Notebooks",
     "weights of more than 4 GiB, or a `configure_model` that only works on the ranks",
     "a checkpoint instead of the module's weights; refused: the module without it",
 )
 def test_more_cells(tmp_path: Path) -> None:
-    run_cells(tmp_path, "one_device", "failures", "weights_that_stay_away", "names_and_meta", "loggers")
+    run_cells(tmp_path, "one_device", "weights_that_stay_away", "names_and_meta", "loggers")
 
 
 def _trainer(**options: int) -> L.Trainer:
