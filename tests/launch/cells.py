@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import random
 import signal
 import sys
 import threading
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.launch import weights
@@ -321,6 +324,43 @@ def loggers() -> None:
     assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(8))
 
 
+class Drawn(Dataset[dict[str, Tensor]]):
+    """Samples with noise: what the loaders' workers draw, of Python's, NumPy's and torch's numbers."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])
+        return {"drawn": drawn, "x": ROWS[index]["x"] * drawn.sum(), "y": ROWS[index]["y"]}
+
+
+class Noisy(Module):
+    """Draws numbers in its step as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.drawn: list[list[float]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.drawn += batch.pop("drawn").tolist()
+        loss = super().training_step({**batch, "x": F.dropout(batch["x"])}, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_fit_end(self) -> None:
+        number = len(list(Path().glob(f"*-run-of-{self.global_rank}")))
+        torch.save((self.losses, self.drawn), f"{number}-run-of-{self.global_rank}")
+
+
+def seeds() -> None:
+    """A run whose losses hang on everything that is drawn."""
+    L.seed_everything(11, workers=True)
+    trainer(2, max_epochs=2).fit(Noisy(), DataLoader(Drawn(), batch_size=4, shuffle=True, num_workers=2))
+    del os.environ["PL_SEED_WORKERS"]
+
+
 CELLS: dict[str, Callable[[], None]] = {
     cell.__name__: cell
     for cell in (
@@ -333,11 +373,12 @@ CELLS: dict[str, Callable[[], None]] = {
         weights_that_stay_away,
         names_and_meta,
         loggers,
+        seeds,
     )
 }
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    torch.set_num_threads(2 if hasattr(sys, "ps1") else 1)
     L.seed_everything(5)
     for name in sys.argv[1:]:
         start = time.monotonic()

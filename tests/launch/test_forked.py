@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -18,11 +19,16 @@ from tests.cli.processes import REPOSITORY, run_python
 from tests.contract import contract
 
 # IPython sets it, and Lightning takes a process for interactive in which it is set.
-NOTEBOOK = "import runpy, sys; sys.ps1 = 'In : '; runpy.run_module('tests.launch.cells', run_name='__main__')"
+NOTEBOOK = """
+import os, runpy, sys
+sys.ps1 = 'In : '
+os.environ['OMP_WAIT_POLICY'] = 'passive'  # the two threads there, on a busy machine
+runpy.run_module('tests.launch.cells', run_name='__main__')
+"""
 
 
-def run_cells(folder: Path, *cells: str) -> None:
-    (printed,) = run_python(["-c", NOTEBOOK, *cells], cwd=folder, timeout=300)
+def run_cells(folder: Path, *cells: str, start: Sequence[str] = ("-c", NOTEBOOK)) -> None:
+    (printed,) = run_python([*start, *cells], cwd=folder, timeout=300)
     for cell in cells:
         assert f"ran {cell} in" in printed, printed
 
@@ -44,6 +50,12 @@ def run_cells(folder: Path, *cells: str) -> None:
     "saves the weights; the optimizers' state only ModelCheckpoint can save, during the fit",
 )
 @contract("Notebooks", "a module after `devices=1`, then `devices=2`", "refused: make a new one, with ckpt_path")
+@contract("Seeds", "`seed_everything`, two runs of one command", "bit-equal losses on CPU ranks")
+@contract(
+    "Seeds",
+    "`seed_everything(workers=True)`",
+    "works: each worker of each rank draws numbers of its own, the same in each run",
+)
 @contract(
     "Notebooks",
     "an error, a killed rank or an interrupted cell",
@@ -59,7 +71,23 @@ def test_cells(tmp_path: Path) -> None:
         "built_in_init",
         "a_sharded_module_is_refused",
         "failures",
+        "seeds",
+        "seeds",
     )
+    check_seeds(tmp_path, runs=2)
+
+
+def check_seeds(folder: Path, *, runs: int) -> None:
+    """All runs have drawn and computed the same, on each rank something else."""
+    of_ranks = []
+    for rank in range(2):
+        found = [torch.load(folder / f"{number}-run-of-{rank}") for number in range(runs)]
+        assert found == [found[0]] * runs
+        of_ranks.append(found[0])
+    (losses, drawn), (other_losses, other_drawn) = of_ranks
+    assert len(losses) == 2 * 48 // 8 and not set(losses) & set(other_losses)
+    numbers = [number for sample in drawn + other_drawn for number in sample]
+    assert len(set(numbers)) == len(numbers) == 2 * 48 * 3
 
 
 TRAINS_ON = """
@@ -117,6 +145,14 @@ def _ranks_of(kernel: psutil.Process, folder: Path) -> list[psutil.Process]:
 )
 def test_more_cells(tmp_path: Path) -> None:
     run_cells(tmp_path, "one_device", "weights_that_stay_away", "names_and_meta", "loggers")
+
+
+@pytest.mark.more
+@contract("Notebooks", "the same code as a script", "bit-equal losses")
+def test_a_script_draws_and_computes_the_same(tmp_path: Path) -> None:
+    run_cells(tmp_path, "seeds")
+    run_cells(tmp_path, "seeds", start=("-m", "tests.launch.cells"))
+    check_seeds(tmp_path, runs=2)
 
 
 def _trainer(**options: int) -> L.Trainer:
