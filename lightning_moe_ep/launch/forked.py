@@ -172,18 +172,21 @@ class ForkLauncher(_MultiProcessingLauncher):
                 process.start()
             alive = {process.sentinel: rank for rank, process in enumerate(self.procs)}
             while alive:
-                for sentinel in wait(list(alive), timeout=POLL):
-                    ended = self.procs[alive.pop(sentinel)]  # type: ignore[arg-type]
-                    ended.join()
-                    if ended.exitcode and not run.failures(world):
+                ended = wait(list(alive), timeout=POLL)
+                failures = run.failures(world)
+                if failures:  # those that died came before those that noticed
+                    ended = wait(list(alive), timeout=0)
+                for sentinel in ended:
+                    rank = alive.pop(sentinel)  # type: ignore[arg-type]
+                    self.procs[rank].join()
+                    exit_code = self.procs[rank].exitcode
+                    if exit_code and rank not in failures and (not failures or _is_killed(exit_code)):
                         self._end(self.procs)
-                        raise RankError(
-                            f"rank {self.procs.index(ended)} of {world} {_told(ended.exitcode)}; the others were ended"
-                        )
-                # A rank may have failed and then wait for others, as it tells its callbacks.
-                if run.failures(world):
+                        raise RankError(f"rank {rank} of {world} {_told(exit_code)}; the others were ended")
+                # A rank that has failed may wait for others for long, as its callbacks are told.
+                if failures:
                     self._end(self.procs)
-                    raise _first(run.failures(world))
+                    raise _first(run.failures(world).values())
         except KeyboardInterrupt:
             self.kill(signal.SIGINT)  # a notebook's kernel sends it to its ranks too, others do not
             self._end(self.procs)
@@ -229,8 +232,7 @@ class ForkLauncher(_MultiProcessingLauncher):
         self._strategy.set_world_ranks()
         try:
             for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger) and logger in _WRITTEN and rank == 0:
-                    _go_on(logger)
+                _begin(logger, rank)
             self._hand_over(run, trainer, function(*args, **kwargs))
         except BaseException as error:
             run.fail(rank, self._strategy.num_processes, error)
@@ -289,9 +291,9 @@ class _Run:
         writing.write_bytes(content)
         writing.replace(self._failure(rank))
 
-    def failures(self, world: int) -> list[bytes]:
+    def failures(self, world: int) -> dict[int, bytes]:
         """What the ranks that have failed so far have told."""
-        return [self._failure(rank).read_bytes() for rank in range(world) if self._failure(rank).exists()]
+        return {rank: self._failure(rank).read_bytes() for rank in range(world) if self._failure(rank).exists()}
 
     def _failure(self, rank: int) -> Path:
         return self.folder / f"failure-{rank}"
@@ -302,6 +304,11 @@ def _first(failures: Iterable[bytes]) -> BaseException:
     _, error, cause = min((pickle.loads(failure) for failure in failures), key=lambda failure: failure[0])
     error.__cause__ = cause
     return error
+
+
+def _is_killed(exit_code: int) -> bool:
+    """Whether a process was ended from outside, or by what it did itself; it may abort for the end of another."""
+    return exit_code < 0 and exit_code != -signal.SIGABRT
 
 
 def _told(exit_code: int) -> str:
@@ -345,17 +352,25 @@ _WRITTEN: WeakSet[Logger] = WeakSet()
 """The loggers that ranks have written with."""
 
 
-def _go_on(logger: CSVLogger) -> None:
-    """Have a logger add to its file, which a rank of another run has written; it would begin with deleting it."""
-    file = Path(logger.log_dir, "metrics.csv")
-    if not file.exists():
+_FORGOTTEN: list[Any] = []
+"""What must not be closed in a rank: it would write once more what the parent has yet to write."""
+
+
+def _begin(logger: Logger, rank: int) -> None:
+    """In a rank: have a logger go on with what this process, or a rank of another run, has written."""
+    if isinstance(logger, TensorBoardLogger):
+        _FORGOTTEN.append(logger._experiment)  # its writing thread is the parent's
+        logger._experiment = None
+    if not isinstance(logger, CSVLogger) or logger not in _WRITTEN or rank != 0:
         return
-    written = file.read_text()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it will be deleted
-        writer = logger.experiment
-    file.write_text(written)
-    writer.metrics_keys = next(csv.reader(written.splitlines()))
+    file = Path(logger.log_dir, "metrics.csv")
+    if file.exists():
+        written = file.read_text()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it will be deleted, with which a new writer begins
+            writer = logger.experiment
+        file.write_text(written)
+        writer.metrics_keys = next(csv.reader(written.splitlines()))
 
 
 def _interrupt_once(signum: int, frame: Any) -> None:

@@ -23,8 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    Checkpoint,
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,7 +53,7 @@ def loader() -> DataLoader[Any]:
 def trainer(devices: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     strategy = MoEEPStrategy(ep=devices, **options.pop("strategy", {}))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_epochs": 1}
-    options = {"enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks), **quiet, **options}
+    options = {"enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks), **quiet, **options}
     return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, callbacks=list(callbacks), **options)
 
 
@@ -230,7 +236,7 @@ def failures() -> None:
     slow = Slow()
     slow.load_state_dict(module.state_dict())
     with ended_within(20), pytest.raises(SystemExit), pytest.warns(UserWarning, match="The fit did not end"):
-        trainer(2, Told(), max_epochs=2).fit(slow, loader())
+        trainer(2, Told(), OnExceptionCheckpoint("."), max_epochs=2).fit(slow, loader())
     assert len(list(Path().glob("told-*-KeyboardInterrupt"))) == 3  # the ranks and this process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as IPython does before each cell
     assert loss_here(slow) == before
@@ -312,8 +318,11 @@ def names_and_meta() -> None:
 def loggers() -> None:
     """Their folders are numbered in this process, and one run goes on in the file of another."""
     logger = CSVLogger(".", flush_logs_every_n_steps=1)
-    runs, module = trainer(2, logger=logger, log_every_n_steps=1), BuiltBefore()
+    board = TensorBoardLogger(".", name="board", max_queue=2)
+    board.experiment.add_scalar("here", 1.0)  # with a thread, which the ranks do not have
+    runs, module = trainer(2, logger=[logger, board], log_every_n_steps=1), BuiltBefore()
     runs.fit(module, loader(), loader())
+    assert len(list(Path(board.log_dir).glob("events.*"))) == 2
     fitted = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
     assert "train_loss" in fitted[0]
     runs.test(module, loader())
