@@ -44,10 +44,12 @@ def take_back(module: L.LightningModule, strategy: ModelParallelStrategy, file: 
         # What is there now has initial weights, and must not be taken for trained.
         vars(module).clear()
         vars(module).update({**before, **tables})
+        reason = f"{type(error).__name__}: {error}"
         if not otherwise.exists():
             otherwise.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(file, otherwise)
-        leave(module, otherwise, f"{type(error).__name__}: {error}")
+            reason += " (it has weights only, to validate, test or predict with)"
+        leave(module, otherwise, reason)
         return
     if is_overridden("configure_model", module):
         module.configure_model = lambda: None
@@ -65,8 +67,7 @@ def leave(module: L.LightningModule, checkpoint: Path, reason: str) -> None:
         reason: why they are not in the module.
     """
     rank_zero_warn(
-        f"The trained weights are in {checkpoint}, not in the module of this process: {reason}. Give it as ckpt_path to"
-        " validate, test, predict or fit"
+        f"The trained weights are in {checkpoint}, not in the module of this process: {reason}. Give it as ckpt_path"
     )
     module.configure_model = _refuse(module, checkpoint)
 
