@@ -22,6 +22,7 @@ from lightning_moe_ep.experts import (
     register_experts,
     spread_experts,
 )
+from lightning_moe_ep.gradients import grad_norm
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import merged_model, save_adapter
@@ -53,6 +54,7 @@ __all__ = [
     "convert_to_file",
     "convert_to_folder",
     "export_to_hugging_face",
+    "grad_norm",
     "load_balancing_loss",
     "load_pretrained",
     "materialize",

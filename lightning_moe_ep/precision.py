@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.experts import choice_biases
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
@@ -45,8 +47,8 @@ class FSDP2Precision(Precision):
                 f"precision={precision!r} is not supported with expert parallelism; use one of {SUPPORTED}"
             )
         self.precision = precision
-        self.clip_by_norm: Callable[[Optimizer, float], None] | None = None
-        """Set by the strategy: clips the gradients of an optimizer across meshes."""
+        self.gradients: ExpertGradientCallback | None = None
+        """Set by the strategy: clips across meshes, and says whether to step."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> FSDP2Precision:
@@ -100,8 +102,36 @@ class FSDP2Precision(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val <= 0:
             return
-        assert self.clip_by_norm is not None
-        self.clip_by_norm(optimizer, clip_val)
+        assert self.gradients is not None
+        self.gradients.clip(optimizer, clip_val)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self.gradients is not None
+        if self.gradients.nonfinite == "keep":
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        else:
+            # Within `optimizer.step` it is too late to leave it out.
+            result = self._wrap_closure(model, optimizer, closure)
+            if self.gradients.allows_step(optimizer):
+                optimizer.step(**kwargs)
+        self.gradients.stepped(optimizer)
+        return result
+
+    @override
+    def _clip_gradients(self, model: L.LightningModule, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._clip_gradients(model, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "mesh" in str(error):
+                error.add_note(
+                    "configure_gradient_clipping calls torch.nn.utils.clip_grad_norm_? That takes no experts, which are"
+                    " on a mesh of their own: let it call self.clip_gradients(optimizer, gradient_clip_val=...,"
+                    " gradient_clip_algorithm='norm') instead"
+                )
+            raise
 
 
 @contextmanager

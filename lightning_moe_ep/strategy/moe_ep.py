@@ -226,7 +226,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
             self._build_meshes(self.ep)
         trainer = self.lightning_module.trainer
         self.gradients = self.gradients.put_first(trainer)
-        self.precision_plugin.clip_by_norm = self.gradients.clip
+        self.precision_plugin.gradients = self.gradients
         self._saver.adopt(trainer, lambda: self.meshes.all_groups)
         # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
