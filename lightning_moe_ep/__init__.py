@@ -27,6 +27,7 @@ from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import merged_model, save_adapter
 from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
 
@@ -60,6 +61,7 @@ __all__ = [
     "materialize",
     "merged_model",
     "parallelize",
+    "parameter_groups",
     "register_dispatcher",
     "register_experts",
     "remember_exchange",

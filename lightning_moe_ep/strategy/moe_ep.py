@@ -37,6 +37,7 @@ from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
+from lightning_moe_ep.optimizers import agree_on_metrics, check_optimizers
 from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,
@@ -335,7 +336,13 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         # Offloaded gradients and weights are summed, gathered and saved where they are.
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.parallelize_options["cpu_offload"] else backend
 
-    # Gradients.
+    # Optimizers and gradients.
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers)
+        agree_on_metrics(trainer.lightning_module, self.root_device)
 
     @override
     @contextmanager

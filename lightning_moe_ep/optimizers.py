@@ -1,0 +1,110 @@
+"""What optimizers need to know of a parallel model: which parameters belong together, and which optimizers cannot work.
+
+A model goes into `parameter_groups`, and groups for any optimizer of torch come out. A strategy asks the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_moe_ep.experts import NoExpertsError, find_experts
+
+REFUSED = {
+    "LBFGS": "it takes inner products of all parameters as one vector, and they are on more than one mesh",
+    "Adafactor": "it keeps means over the rows and columns of whole matrices, and each rank has a part of them only",
+}
+"""Optimizers that fail on sharded parameters or go wrong without a word, by the name of their class; and why."""
+
+
+def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters as groups for an optimizer: experts apart, no weight decay on norms and biases.
+
+    What has less than two dimensions is not decayed either. The experts' dimension does not count: stacked biases
+    `[E, H]` are biases. The groups of the plain model, and of the model at any layout, are the same.
+
+    Args:
+        module: the LightningModule or any model, plain or parallel.
+        weight_decay: of the others.
+
+    Returns:
+        Those that are not empty of `dense`, `dense_no_decay`, `experts` and `experts_no_decay`, each with `name` (which
+        LearningRateMonitor shows), `params` and `weight_decay`; set others, such as `lr`, as you like.
+    """
+    dims = _dims_of_experts(module)
+    groups: dict[str, list[nn.Parameter]] = {
+        name: [] for name in ("dense", "dense_no_decay", "experts", "experts_no_decay")
+    }
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        owner, _, key = name.rpartition(".")
+        is_plain = (
+            dims.get(parameter, parameter.ndim) < 2
+            or key.endswith("bias")
+            or "norm" in type(module.get_submodule(owner)).__name__.lower()
+        )
+        part = "experts" if parameter in dims else "dense"
+        groups[f"{part}_no_decay" if is_plain else part].append(parameter)
+    return [
+        {"name": name, "params": parameters, "weight_decay": 0.0 if name.endswith("no_decay") else weight_decay}
+        for name, parameters in groups.items()
+        if parameters
+    ]
+
+
+def _dims_of_experts(module: nn.Module) -> dict[nn.Parameter, int]:
+    """How many dimensions one expert's part of each expert parameter has."""
+    try:
+        experts = find_experts(module)
+    except NoExpertsError:
+        return {}
+    dims = {}
+    for found in experts:
+        for name, parameter in found.module.named_parameters():
+            if name in found.adapter.parameters:
+                dims[parameter] = parameter.ndim - (parameter.shape[0] == found.num_experts)
+            elif name.partition(".")[2] in found.adapter.parameters:  # of one member of a list
+                dims[parameter] = parameter.ndim
+    return dims
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """See that none of the optimizers is one that cannot work.
+
+    Raises:
+        NotImplementedError: one is; says which, and why.
+    """
+    for optimizer in optimizers:
+        for name in {base.__name__ for base in type(optimizer).__mro__} & REFUSED.keys():
+            raise NotImplementedError(
+                f"the optimizer {type(optimizer).__module__}.{type(optimizer).__name__} does not work on sharded"
+                f" parameters: {REFUSED[name]}. Use one that treats each element by itself, such as"
+                " torch.optim.AdamW(parameter_groups(self, weight_decay=0.1), fused=True)"
+            )
+
+
+def agree_on_metrics(module: L.LightningModule, device: torch.device) -> None:
+    """Let schedulers that look at a metric (ReduceLROnPlateau) see the mean over all ranks.
+
+    Else ranks that logged it without `sync_dist` would go on with unlike learning rates for parts of one weight.
+    """
+    if "lr_scheduler_step" in vars(module):
+        return
+    step = module.lr_scheduler_step
+
+    @wraps(step)
+    def step_together(scheduler: Any, metric: Any) -> None:
+        if metric is not None:
+            metric = torch.as_tensor(metric, dtype=torch.float32, device=device).detach() / dist.get_world_size()
+            dist.all_reduce(metric)
+        step(scheduler, metric)
+
+    module.lr_scheduler_step = step_together
