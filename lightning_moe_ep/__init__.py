@@ -3,7 +3,7 @@
 import logging
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
+from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback, ShardedWeightAveraging
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
@@ -47,6 +47,7 @@ __all__ = [
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
+    "ShardedWeightAveraging",
     "SharedExpert",
     "TextDataModule",
     "TopKRouter",

@@ -29,7 +29,7 @@ from lightning_moe_ep.activation_checkpointing import (
     ActivationCheckpointing,
     check_activation_checkpointing,
 )
-from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
@@ -228,6 +228,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         trainer = self.lightning_module.trainer
         self.gradients = self.gradients.put_first(trainer)
         self.precision_plugin.gradients = self.gradients
+        averaging_of(trainer)  # refuses what cannot work
         self._saver.adopt(trainer, lambda: self.meshes.all_groups)
         # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
