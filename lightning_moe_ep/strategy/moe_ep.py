@@ -45,7 +45,7 @@ from lightning_moe_ep.parallelize import (
     parallelize,
     top_level_modules,
 )
-from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
 from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
 
@@ -66,6 +66,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
         cpu_offload: bool = False,
+        fp32_modules: Sequence[str] = (),
         reduce_every_micro_batch: bool = False,
         uneven: Uneven = "stop",
         save_distributed_checkpoint: bool = True,
@@ -96,6 +97,8 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
                 outside of the graphs.
             cpu_offload: Keep weights, gradients and optimizer state in memory of the host, as FSDP2 does, and compute
                 the optimizer's step there.
+            fp32_modules: Modules that are kept in fp32, and compute in it, in bf16-true and bf16-mixed: by the end of
+                their paths, such as "mlp.gate" for the routers of Qwen3-MoE.
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             uneven: What comes of unequal numbers of batches in training, validation and test: all ranks "stop" with
@@ -137,6 +140,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
             "activation_checkpointing": activation_checkpointing,
             "compile_blocks": compile_blocks,
             "cpu_offload": cpu_offload,
+            "fp32_modules": list(fp32_modules),
         }
         """What `parallelize` is called with, beside the meshes and the precision."""
         self.init_on_meta = init_on_meta
@@ -202,6 +206,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        refuse_fp16_in_disguise()
         self._precision_plugin = None if plugin is None else FSDP2Precision.from_plugin(plugin)
 
     @override
@@ -268,6 +273,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         if any(not is_replicated(parameter) for parameter in module.parameters()):
             self._check_layout_of(module)
             return
+        self.precision_plugin.fp32_modules = self.parallelize_options["fp32_modules"]
         module = self.precision_plugin.convert_module(module)
         if self.ep == "auto":
             counts = {found.name: found.num_experts for found in find_experts(module)}
