@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ep.experts import NoExpertsError, find_experts
@@ -25,7 +26,10 @@ REFUSED = {
 
 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters as groups for an optimizer: experts apart, no weight decay on norms and biases.
+    """The trained parameters as groups for an optimizer: one for each mesh, no weight decay on norms and biases.
+
+    `foreach` and `fused` need all parameters of a group to be sharded alike: those that sit on the LightningModule
+    itself, which every rank holds whole, have groups of their own.
 
     What has less than two dimensions is not decayed either. The experts' dimension does not count: stacked biases
     `[E, H]` are biases. The groups of the plain model, and of the model at any layout, are the same.
@@ -35,12 +39,13 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
         weight_decay: of the others.
 
     Returns:
-        Those that are not empty of `dense`, `dense_no_decay`, `experts` and `experts_no_decay`, each with `name` (which
-        LearningRateMonitor shows), `params` and `weight_decay`; set others, such as `lr`, as you like.
+        Those that are not empty of `dense`, `experts` and `own` (on the module itself), and of each with `_no_decay`
+        after it. They have `name` (which LearningRateMonitor shows), `params` and `weight_decay`; set others, such as
+        `lr`, as you like.
     """
     dims = _dims_of_experts(module)
     groups: dict[str, list[nn.Parameter]] = {
-        name: [] for name in ("dense", "dense_no_decay", "experts", "experts_no_decay")
+        f"{part}{decay}": [] for part in ("dense", "experts", "own") for decay in ("", "_no_decay")
     }
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -51,7 +56,7 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
             or key.endswith("bias")
             or "norm" in type(module.get_submodule(owner)).__name__.lower()
         )
-        part = "experts" if parameter in dims else "dense"
+        part = "experts" if parameter in dims else "dense" if owner else "own"
         groups[f"{part}_no_decay" if is_plain else part].append(parameter)
     return [
         {"name": name, "params": parameters, "weight_decay": 0.0 if name.endswith("no_decay") else weight_decay}
@@ -81,8 +86,17 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
     Raises:
         NotImplementedError: one is; says which, and why.
+        ValueError: one has foreach or fused for parameters that are sharded and such that are not, together.
     """
     for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) > 1 and (group.get("foreach") or group.get("fused")):
+                raise ValueError(
+                    f"group {number} of {type(optimizer).__name__} has foreach or fused, which does not take parameters"
+                    " on the LightningModule itself together with sharded ones; give it parameter_groups(self,"
+                    " weight_decay=...), or leave foreach and fused out"
+                )
         for name in {base.__name__ for base in type(optimizer).__mro__} & REFUSED.keys():
             raise NotImplementedError(
                 f"the optimizer {type(optimizer).__module__}.{type(optimizer).__name__} does not work on sharded"

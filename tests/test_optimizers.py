@@ -180,11 +180,13 @@ def test_norms_and_biases_are_not_decayed() -> None:
         "dense": 0.3,
         "dense_no_decay": 0.0,
         "experts": 0.3,
+        "own_no_decay": 0.0,
     }
     found = {name: {names[p] for p in group["params"]} for name, group in groups.items()}
     assert found["experts"] == {n for n in names.values() if ".experts." in n}
     norms = {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.1.norm.weight", "blocks.1.norm.bias"}
-    assert found["dense_no_decay"] == {*norms, "norm.scale", "relative_bias"}
+    assert found["dense_no_decay"] == {*norms, "norm.scale"}
+    assert found["own_no_decay"] == {"relative_bias"}
     assert {"blocks.0.moe.router.weight", "head.weight"} <= found["dense"]
 
 
@@ -233,6 +235,44 @@ def test_groups_are_those_of_the_plain_model(ranks: RankPool, kind: str) -> None
         }
         found, right = ({k: v for k, v in names.items() if "experts" not in k} for names in (found, right))
     assert found == right
+
+
+class Gain(Optimized):
+    """Has a parameter that every rank holds whole."""
+
+    groups = True
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.gain.sum()
+
+    def configure_optimizers(self) -> Any:
+        if self.groups:
+            return super().configure_optimizers()
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def _beside_whole_parameters() -> tuple[list[dict[str, Tensor]], str]:
+    found = []
+    for kind in ("AdamW", "AdamW, foreach", "AdamW, fused"):
+        module = Gain(kind)
+        _fit(module)
+        found.append({"gain": module.gain.detach(), **plain(module.model, dict(module.model.named_parameters()))})
+    module.groups = False
+    with pytest.raises(ValueError) as error:
+        _fit(module)
+    return found, str(error.value)
+
+
+def test_foreach_and_fused_beside_parameters_that_are_not_sharded(ranks: RankPool) -> None:
+    for (loop, foreach, fused), message in ranks.run(_beside_whole_parameters, world=2):
+        assert worst(foreach, loop)[0] < 1e-5 and worst(fused, loop)[0] < 1e-5
+        assert not torch.equal(loop["gain"], torch.ones(4))
+        assert message.startswith("group 0 of AdamW has foreach or fused, which does not take parameters on the")
+        assert "give it parameter_groups(self, weight_decay=...)" in message
 
 
 # Two optimizers, one of them Muon.

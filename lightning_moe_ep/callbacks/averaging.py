@@ -75,6 +75,16 @@ class ShardedWeightAveraging(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find what to average.
+
+        Raises:
+            ValueError: another strategy than MoEEPStrategy, which would save no averages.
+        """
+        if not getattr(trainer.strategy, "saves_averages", False):
+            raise ValueError(
+                f"ShardedWeightAveraging is for MoEEPStrategy, not for {type(trainer.strategy).__name__}, whose"
+                " checkpoints would not have the averages; use Lightning's WeightAveraging there"
+            )
         if self._module is not pl_module:
             self.forget()
             self._module = pl_module

@@ -95,6 +95,16 @@ class ExpertGradientCallback(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See which parameters there are.
+
+        Raises:
+            ValueError: nonfinite="skip" with another strategy than MoEEPStrategy.
+        """
+        if self.nonfinite == "skip" and getattr(trainer.precision_plugin, "gradients", None) is not self:
+            raise ValueError(
+                f"ExpertGradientCallback(nonfinite='skip') is for MoEEPStrategy: {type(trainer.strategy).__name__}"
+                " would step all the same; use 'keep' or 'raise'"
+            )
         self._trainer = trainer
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)

@@ -113,8 +113,8 @@ class Saver:
             return full_model_state(module, instead)
         options = self._options
         state = get_model_state_dict(module, options=options)
-        known = {name: instead[name] for name in state if name in instead}
-        return {**state, **{name: value.cpu() if options.cpu_offload else value for name, value in known.items()}}
+        assert instead.keys() <= state.keys(), f"no such names: {sorted(instead.keys() - state.keys())[:3]}"
+        return {**state, **{name: value.cpu() if options.cpu_offload else value for name, value in instead.items()}}
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """What a checkpoint has of an optimizer of the model."""

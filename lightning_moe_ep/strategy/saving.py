@@ -39,6 +39,11 @@ class SavingStrategy(ModelParallelStrategy):
         self._resumption = checkpoints.Resumption()
 
     @property
+    def saves_averages(self) -> bool:
+        """That checkpoints have what a `ShardedWeightAveraging` has."""
+        return True
+
+    @property
     @abstractmethod
     def meshes(self) -> Meshes:
         """The meshes of the run."""

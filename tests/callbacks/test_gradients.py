@@ -592,6 +592,13 @@ def test_the_first_names_are_given_and_by_default_nothing_happens(ranks: RankPoo
         assert ", ...." in message and math.isnan(kept)
 
 
+def test_skipping_is_refused_where_it_would_not_happen() -> None:
+    callbacks = [ExpertGradientCallback(nonfinite="skip")]
+    plain = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    with pytest.raises(ValueError, match=r"is for MoEEPStrategy: SingleDeviceStrategy would step all the same"):
+        plain.fit(CaseModule(Case()))
+
+
 def test_refuses_what_is_no_choice() -> None:
     with pytest.raises(ValueError, match=r"nonfinite='ignore' is not known; use one of \['keep', 'skip', 'raise'\]"):
         ExpertGradientCallback(nonfinite="ignore")  # type: ignore[arg-type]
