@@ -144,6 +144,10 @@ def parallelize(
         # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
         found.adapter.install(torch.compiler.disable(dispatch), alone=meshes.host_ep_group is None)
 
+    inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    placement = _expert_placement(expert_parameters(model), meshes)
+    whole = {*lone_expert_parameters(model), *biases}
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     for module in in_fp32:
         for parameter in module.parameters():
@@ -153,12 +157,9 @@ def parallelize(
             mesh=meshes.dense,
             reshard_after_forward=reshard_after_forward,
             mp_policy=fp32,
-            ignored_params=set(biases),
+            offload_policy=offload,
+            ignored_params=whole,
         )
-    inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
-    placement = _expert_placement(expert_parameters(model), meshes)
-    whole = {*lone_expert_parameters(model), *biases}
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     wrap_forwards(blocks, activation_checkpointing=activation_checkpointing, compiles=compile_blocks)
     for block in blocks:
         if block in roots:

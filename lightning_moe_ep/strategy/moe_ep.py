@@ -37,7 +37,6 @@ from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
-from lightning_moe_ep.optimizers import agree_on_metrics, check_optimizers
 from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,
@@ -48,9 +47,10 @@ from lightning_moe_ep.parallelize import (
 from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
 from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
+from lightning_moe_ep.strategy.stepping import SteppingStrategy
 
 
-class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
+class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -343,32 +343,6 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         # Offloaded gradients and weights are summed, gathered and saved where they are.
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.parallelize_options["cpu_offload"] else backend
 
-    # Optimizers and gradients.
-
-    @override
-    def setup_optimizers(self, trainer: L.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
-        agree_on_metrics(trainer.lightning_module, self.root_device)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates gradients without reducing them."""
-        if self.reduce_every_micro_batch:
-            yield
-            return
-        self._set_reduce_gradients(False)
-        try:
-            yield
-        finally:
-            self._set_reduce_gradients(True)
-
-    def _set_reduce_gradients(self, reduces: bool) -> None:
-        assert self.lightning_module is not None
-        self.gradients.reduces = reduces
-        for managed in fsdp_modules(self.lightning_module):
-            managed.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def _not_for_fabric(**_: Any) -> NoReturn:
