@@ -206,7 +206,7 @@ def test_stacked_biases_are_biases() -> None:
     found = {g["name"]: {names[p] for p in g["params"]} for g in parameter_groups(model, weight_decay=0.3)}
     assert found["experts"] == {"gate_up_proj", "down_proj"}
     assert found["experts_no_decay"] == {"gate_up_proj_bias", "down_proj_bias"}
-    assert parameter_groups(nn.Linear(2, 2), weight_decay=0.1)[0]["name"] == "dense"  # no experts at all
+    assert parameter_groups(nn.Sequential(nn.Linear(2, 2)), weight_decay=0.1)[0]["name"] == "dense"  # no experts at all
 
 
 def _names_of_groups(kind: str) -> dict[str, set[str]]:

@@ -268,8 +268,8 @@ def _refused_names() -> list[str]:
 
 
 def test_names_that_cannot_be_meant_are_refused(ranks: RankPool) -> None:
-    none = "no module's path ends in 'gates'; the experts are at model.blocks.0.moe.experts"
-    inside = "'moe' is of a module with the experts model.blocks.0.moe.experts in it; name others"
+    none = "fp32_modules has 'gates', but no module's path ends so; the experts are at model.blocks.0.moe.experts"
+    inside = "fp32_modules has 'moe', a module with the experts model.blocks.0.moe.experts in it; name others"
     assert ranks.run(_refused_names, world=2) == [[none, none, inside, inside]] * 2
 
 

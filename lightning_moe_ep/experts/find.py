@@ -87,10 +87,13 @@ def modules_called(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     for name in names:
         matching = {m: path.count(".") for path, m in model.named_modules() if f".{path}".endswith(f".{name}")}
         if not matching:
-            raise ValueError(f"no module's path ends in {name!r}; the experts are at {next(iter(experts.values()))}")
+            raise ValueError(
+                f"fp32_modules has {name!r}, but no module's path ends so; the experts are at"
+                f" {next(iter(experts.values()))}"
+            )
         for module in matching:
             if inside := [experts[part] for part in module.modules() if part in experts]:
-                raise ValueError(f"{name!r} is of a module with the experts {inside[0]} in it; name others")
+                raise ValueError(f"fp32_modules has {name!r}, a module with the experts {inside[0]} in it; name others")
         found.update(matching)
     return sorted(found, key=lambda module: -found[module])
 

@@ -344,7 +344,6 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.parallelize_options["cpu_offload"] else backend
 
 
-
 def _not_for_fabric(**_: Any) -> NoReturn:
     raise NotImplementedError(
         "Fabric has no expert-parallel strategy: give MoEEPStrategy to a lightning.pytorch.Trainer, or call"

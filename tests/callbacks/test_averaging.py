@@ -14,9 +14,19 @@ from lightning.pytorch.core import saving
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
-from lightning_moe_ep import MoEEPStrategy, ShardedWeightAveraging, convert_to_file, convert_to_folder
+from lightning_moe_ep import (
+    HuggingFaceExport,
+    MoEEPStrategy,
+    ShardedWeightAveraging,
+    convert_to_file,
+    convert_to_folder,
+    export_to_hugging_face,
+)
+from tests.checkpoint.exported import FamilyModule
 from tests.checkpoint.runs import EP2, FORMS, FSDP, MIXED, SINGLE, WITH_BIAS, At, Module, Run, make_trainer
+from tests.checkpoint.test_export import files_of, same
 from tests.contract import contract
 from tests.matrix import mostly_more
 from tests.models import make_batch
@@ -224,6 +234,28 @@ def test_what_reads_the_averages_and_what_the_weights(ranks: RankPool, tmp_path:
         for averages in read:
             assert worst(averages, right)[0] < 1e-6
         assert worst(in_training, trained)[0] < 1e-6 < worst(trained, right)[0]
+
+
+def _exported(folder: str) -> tuple[float, float]:
+    """A fit that exports, and its checkpoint: how far the exported weights are from the averages and the trained."""
+    L.seed_everything(3, verbose=False)
+    averaging = ShardedWeightAveraging(DECAY)
+    export = HuggingFaceExport(f"{folder}/live")
+    fitted = trainer(MoEEPStrategy(ep=2), max_steps=3, callbacks=[export, averaging])
+    fitted.fit(FamilyModule("mixtral"))
+    fitted.save_checkpoint(f"{folder}/c")
+    live = dict(AutoModelForCausalLM.from_pretrained(f"{folder}/live", dtype="auto").state_dict())
+    averages = _state(fitted.lightning_module)
+    averaging._show_trained()
+    trained = _state(fitted.lightning_module)
+    return worst(live, averages)[0], worst(live, trained)[0]
+
+
+def test_exports_have_the_averages(ranks: RankPool, tmp_path: Path) -> None:
+    for of_averages, of_trained in ranks.run(_exported, str(tmp_path), world=2):
+        assert of_averages == 0 and of_trained > 1e-4
+    export_to_hugging_face(tmp_path / "c", tmp_path / "command")
+    assert same(files_of(tmp_path / "command"), files_of(tmp_path / "live"))
 
 
 def _bf16() -> tuple[set[torch.dtype], Weights, Weights]:

@@ -368,6 +368,47 @@ def test_the_norm_of_each_parameter(ranks: RankPool) -> None:
     assert logged == found[0]["grad_2.0_norm_total"]
 
 
+# Accumulating by hand.
+
+
+class ByHand(CaseModule):
+    """Reduces gradients in the last backward only."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+        self.reduces: list[bool] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer, last = self.optimizers(), batch_idx == 1
+        with optimizer.toggle_model(sync_grad=last), Reduced() as reduced:
+            self.manual_backward(loss_of(self.model, batch) / 2)
+        self.reduces.append(reduced.elements > 0)
+        if last:
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP)
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def _by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor], list[bool]]:
+    initial, module = Initial(), ByHand(TWO_MICRO_BATCHES)
+    _fit(module, initial)
+    weights = whole(dict(module.model.named_parameters()))
+    return initial.weights, {name: initial.weights[name] - weights[name] for name in weights}, module.reduces
+
+
+@contract("Gradients", "`optimizer.toggle_model(sync_grad=False)`", "works: that backward reduces nothing")
+def test_accumulating_by_hand(ranks: RankPool) -> None:
+    for initial, step, reduces in ranks.run(_by_hand, world=2):
+        assert reduces == [False, True]
+        right = _answer(TWO_MICRO_BATCHES, initial).gradients[0]
+        norm = oracle.norm_of(right, 2.0)
+        for name, gradient in right.items():
+            torch.testing.assert_close(step[name], gradient * CLIP / norm, rtol=1e-4, atol=1e-6)
+
+
 # Two optimizers by turns.
 
 
