@@ -3,7 +3,7 @@
 import logging
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback
+from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback, ShardedWeightAveraging
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
@@ -22,10 +22,12 @@ from lightning_moe_ep.experts import (
     register_experts,
     spread_experts,
 )
+from lightning_moe_ep.gradients import grad_norm
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import merged_model, save_adapter
 from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
 
@@ -45,6 +47,7 @@ __all__ = [
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
+    "ShardedWeightAveraging",
     "SharedExpert",
     "TextDataModule",
     "TopKRouter",
@@ -53,11 +56,13 @@ __all__ = [
     "convert_to_file",
     "convert_to_folder",
     "export_to_hugging_face",
+    "grad_norm",
     "load_balancing_loss",
     "load_pretrained",
     "materialize",
     "merged_model",
     "parallelize",
+    "parameter_groups",
     "register_dispatcher",
     "register_experts",
     "remember_exchange",

@@ -33,6 +33,7 @@ from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretrained_config
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.optimizers import parameter_groups
 
 Freeze = Literal["none", "experts", "router"]
 """What is not trained: nothing, the routed experts, or what chooses among them."""
@@ -62,7 +63,7 @@ class CausalLMModule(L.LightningModule):
             config: A new model's configuration: `model_type`, and what else that type's configuration takes.
             pretrained: A local Hugging Face folder, or a Trainer's checkpoint, to fine-tune from, instead of `config`.
             learning_rate: The highest learning rate, reached after the warm-up.
-            weight_decay: AdamW's decay, for weights of two and more dimensions.
+            weight_decay: AdamW's decay; norms and biases have none.
             betas: AdamW's decay rates of the two moments.
             warmup_steps: Optimizer steps over which the learning rate rises from 0.
             min_lr_ratio: The learning rate at the end of the cosine decay, as a share of the highest.
@@ -244,13 +245,8 @@ class CausalLMModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if not math.isfinite(steps):
             raise ValueError("the cosine decay needs an end: give the Trainer max_steps or max_epochs")
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.hparams.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
         optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            parameter_groups(self, weight_decay=self.hparams.weight_decay),
             lr=self.hparams.learning_rate,
             betas=tuple(self.hparams.betas),
         )

@@ -39,6 +39,7 @@ from lightning_moe_ep.experts import (
     is_spread,
     lone_expert_parameters,
     mark_spread,
+    modules_called,
     spread_experts,
 )
 from lightning_moe_ep.initialization import materialize
@@ -63,6 +64,7 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing = "none",
     compile_blocks: bool = False,
     cpu_offload: bool = False,
+    fp32_modules: Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
@@ -85,6 +87,8 @@ def parallelize(
         compile_blocks: whether the forward of each block is compiled by `torch.compile`; experts and their exchange
             stay outside of the graphs.
         cpu_offload: keep what FSDP2 shards in memory of the host, and compute the optimizer's step there.
+        fp32_modules: names of modules, or ends of their paths, that are gathered and computed in fp32, whatever the
+            mixed precision of the rest; they must be called. What they return is fp32.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
@@ -95,7 +99,8 @@ def parallelize(
         NoExpertsError: the model has no experts module.
         NotImplementedError: weights are quantised, or an adapter is of a kind that cannot be spread.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
-            between modules that FSDP2 would shard apart, or an option has a value that there is not.
+            between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
+            of these names, or it holds experts.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
     check_activation_checkpointing(activation_checkpointing)
@@ -116,9 +121,11 @@ def parallelize(
     roots = list(roots) if roots is not None else [model]
     sequences = find_blocks(model, experts)
     blocks = [block for sequence in sequences for block in sequence]
-    _check_shared_parameters(model, [*blocks, *roots])
-
     policy = mp_policy or MixedPrecisionPolicy()
+    named = modules_called(model, fp32_modules)
+    in_fp32 = named if policy.param_dtype is not None else []
+    _check_shared_parameters(model, [*in_fp32, *blocks, *roots])
+
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy, offloaded=cpu_offload)
@@ -141,6 +148,18 @@ def parallelize(
     placement = _expert_placement(expert_parameters(model), meshes)
     whole = {*lone_expert_parameters(model), *biases}
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for module in in_fp32:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()
+        fully_shard(
+            module,
+            mesh=meshes.dense,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=fp32,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
     wrap_forwards(blocks, activation_checkpointing=activation_checkpointing, compiles=compile_blocks)
     for block in blocks:
         if block in roots:

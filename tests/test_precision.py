@@ -15,9 +15,10 @@ from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.parallelize import fsdp_modules
 from lightning_moe_ep.precision import FSDP2Precision
 from tests import oracle
+from tests.contract import contract
 from tests.matrix import mostly_more
 from tests.models import HIDDEN, OwnModel, build
-from tests.parity import Case, train, trainer
+from tests.parity import Case, CaseModule, plain, train, trainer
 from tests.pool import RankPool
 
 SUPPORTED = r"use one of \('32-true', 'bf16-mixed', 'bf16-true'\)"
@@ -70,6 +71,7 @@ def _seen(precision: str) -> dict[str, Any]:
     return {**module.seen, "reduce": reduce}
 
 
+@contract("Precision", "`32-true`, `bf16-mixed`, `bf16-true`", "work, by FSDP2's policy; gradients are reduced in fp32")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_dtypes(ranks: RankPool, precision: str) -> None:
     kept = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -114,23 +116,36 @@ def _trainer(**options: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, **options)
 
 
+NO_FP16 = (
+    r"is not supported with expert parallelism \(fp16 would need its loss scaled; bf16 has the range of fp32\);"
+    rf" {SUPPORTED}"
+)
+
+
+@contract("Precision", "`16-true`, `16-mixed`", "refused, by flag, plugin and alias: use `bf16-mixed`, `bf16-true`")
+@contract("Precision", "`64-true`", "refused")
 @pytest.mark.parametrize("strategy", ["moe_ep", MoEEPStrategy], ids=["alias", "instance"])
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed", "64-true"])
-def test_unsupported_flag_is_refused(precision: str, strategy: Any) -> None:
-    if (strategy, precision) == ("moe_ep", "16-mixed"):
-        # Lightning itself puts bf16-mixed in its place on a CPU, before a strategy exists, and says so.
-        with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
-            assert _trainer(strategy=strategy, precision=precision).precision == "bf16-mixed"
-        return
-    with pytest.raises(ValueError, match=rf"precision='{precision}'"):
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed", 16, "64-true"])
+def test_unsupported_flag_is_refused(precision: str | int, strategy: Any) -> None:
+    message = f"precision='{precision}' {NO_FP16 if precision != '64-true' else 'is not supported'}"
+    if strategy is MoEEPStrategy and precision != "16-true":  # Lightning sees it first
+        message = f"does not support .*precision='{'16-mixed' if precision == 16 else precision}'"
+    with pytest.raises(ValueError, match=message):
         _trainer(strategy=strategy if isinstance(strategy, str) else strategy(), precision=precision)
+
+
+def test_fp16_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "16-mixed")
+    with pytest.raises(ValueError, match=f"precision='16-mixed' {NO_FP16}"):
+        _trainer(strategy="moe_ep_2")
+    assert _trainer(strategy="moe_ep_2", precision="bf16-mixed").precision == "bf16-mixed"
 
 
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (HalfPrecision("16-true"), rf"precision='16-true' is not supported with expert parallelism; {SUPPORTED}"),
-        (MixedPrecision("16-mixed", "cpu"), rf"precision='16-mixed' is not supported .*; {SUPPORTED}"),
+        (HalfPrecision("16-true"), f"precision='16-true' {NO_FP16}"),
+        (MixedPrecision("16-mixed", "cpu"), f"precision='16-mixed' {NO_FP16}"),
         (DoublePrecision(), rf"precision='64-true' is not supported with expert parallelism; {SUPPORTED}"),
         (Custom(), "the precision plugin Custom is not supported .*; leave it out and give the Trainer precision="),
     ],
@@ -169,3 +184,108 @@ def test_bf16_gradients_are_as_good_as_those_of_one_process(
     of_one_process = error_of(bf16.gradients[0], right.gradients[0])
     assert error_of(ours.gradients[0], right.gradients[0]) <= 1.5 * of_one_process
     assert 1e-4 < of_one_process < 0.1  # else the comparison says nothing
+
+
+# Modules in fp32.
+
+ROUTERS = {"own": "moe.router", "qwen3_moe": "mlp.gate"}
+
+
+class WithRoutersInFP32(CaseModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.seen: dict[str, Any] = {}
+        for name, module in self.model.named_modules():
+            if name.endswith(ROUTERS[self.case.kind]):
+                module.register_forward_hook(self._see)
+
+    def _see(self, router: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        self.seen.update(input=args[0].dtype, weight=router.weight.dtype, output=first.dtype)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        named = dict(self.model.named_parameters())
+        weight = next(p for name, p in named.items() if name.endswith(f"{ROUTERS[self.case.kind]}.weight"))
+        self.seen.update(gradient=weight.grad.dtype, kept=weight.dtype)
+        self.seen["others"] = {p.dtype for p in named.values() if p.shape != weight.shape}
+        self.gradients = plain(self.model, {name: p.grad for name, p in named.items()})
+
+    def on_train_start(self) -> None:
+        self.initial = plain(self.model, dict(self.model.named_parameters()))
+
+
+def _routers_in_fp32(case: Case, by_hand: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    L.seed_everything(7, verbose=False)
+    module = WithRoutersInFP32(case)
+    if by_hand:
+        build_model = module.configure_model
+
+        def configure_model() -> None:
+            build_model()
+            module.trainer.strategy.parallelize(module.model)
+
+        module.configure_model = configure_model  # type: ignore[method-assign]
+    strategy = MoEEPStrategy(ep=2, fp32_modules=[ROUTERS[case.kind]], **case.strategy)
+    trainer(strategy, max_epochs=1, precision=case.precision).fit(module)
+    return module.initial, module.gradients, module.seen
+
+
+@contract(
+    "Precision",
+    "single modules in fp32",
+    "`MoEEPStrategy(fp32_modules=['mlp.gate'])` keeps routers, or others, in fp32 and has them compute in it",
+)
+@pytest.mark.parametrize(
+    ("kind", "precision", "dispatcher", "by_hand"),
+    [
+        ("own", "bf16-mixed", "all_to_all", False),
+        ("own", "bf16-true", "all_gather", True),
+        ("qwen3_moe", "bf16-true", "all_to_all", False),
+        ("qwen3_moe", "bf16-mixed", "all_gather", False),
+    ],
+)
+def test_routers_in_fp32(ranks: RankPool, kind: str, precision: str, dispatcher: str, by_hand: bool) -> None:
+    case = Case(kind=kind, precision=precision, strategy={"dispatcher": dispatcher})
+    for initial, gradients, seen in ranks.run(_routers_in_fp32, case, by_hand, world=2):
+        fp32 = torch.float32
+        others = {torch.bfloat16} if precision == "bf16-true" else {fp32}
+        assert seen == {"input": fp32, "weight": fp32, "output": fp32, "gradient": fp32, "kept": fp32, "others": others}
+        initial = {name: tensor.float() for name, tensor in initial.items()}
+        right = oracle.answer(case.kind, case.model, initial, case.batches())
+        bf16 = oracle.answer(case.kind, case.model, initial, case.batches(), dtype=torch.bfloat16)
+        assert error_of(gradients, right.gradients[0]) <= 1.5 * error_of(bf16.gradients[0], right.gradients[0])
+
+
+def _refused_names() -> list[str]:
+    messages = []
+    for name in ("gates", "moe"):
+        for precision in ("bf16-mixed", "32-true"):
+            refusing = trainer(MoEEPStrategy(ep=2, fp32_modules=[name]), max_epochs=1, precision=precision)
+            with pytest.raises(ValueError) as error:
+                refusing.fit(CaseModule(Case()))
+            messages.append(str(error.value))
+    return messages
+
+
+def test_names_that_cannot_be_meant_are_refused(ranks: RankPool) -> None:
+    none = "fp32_modules has 'gates', but no module's path ends so; the experts are at model.blocks.0.moe.experts"
+    inside = "fp32_modules has 'moe', a module with the experts model.blocks.0.moe.experts in it; name others"
+    assert ranks.run(_refused_names, world=2) == [[none, none, inside, inside]] * 2
+
+
+class BuildFails(CaseModule):
+    def configure_model(self) -> None:
+        self.default = torch.get_default_dtype()
+        raise RuntimeError("no model")
+
+
+def _default_dtype_after_an_error() -> list[torch.dtype]:
+    module = BuildFails(Case())
+    with pytest.raises(RuntimeError, match="no model"):
+        trainer(MoEEPStrategy(ep=2), precision="bf16-true").fit(module)
+    return [module.default, torch.get_default_dtype()]
+
+
+@contract("Precision", "`torch.get_default_dtype()`", "is what it was, after a fit and after an error in it")
+def test_the_default_dtype_is_restored_by_a_failed_fit(ranks: RankPool) -> None:
+    assert ranks.run(_default_dtype_after_an_error, world=2) == [[torch.bfloat16, torch.float32]] * 2

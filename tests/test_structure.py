@@ -31,6 +31,7 @@ FLOORS = {
     "checkpoint": 3,
     "mesh": 2,
     "lora": 2,
+    "optimizers": 2,
     "towers": 2,
     "activation_checkpointing": 1,
     "transformers_models": 1,

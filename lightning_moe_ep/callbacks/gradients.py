@@ -6,9 +6,12 @@ mean over all ranks, which DDP's users mean, is therefore 1/ep of it.
 
 from __future__ import annotations
 
+from typing import Any, Literal, get_args
+
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,8 +23,18 @@ from lightning_moe_ep.gradients import (
     clip_by_norm,
     gradient_norm,
     is_replicated,
+    nonfinite_gradients,
     scale_gradients,
 )
+
+Nonfinite = Literal["keep", "skip", "raise"]
+"""What becomes of a step whose gradients are not finite."""
+
+SKIPPED_STEPS = "skipped_steps"
+"""As which their number is logged, and kept in checkpoints."""
+
+SHOWN = 3
+"""Names in an error."""
 
 
 class ExpertGradientCallback(L.Callback):
@@ -31,29 +44,41 @@ class ExpertGradientCallback(L.Callback):
     callbacks, so that no other sees a gradient that is not final.
 
     With norm clipping on, the norm before clipping is logged as `grad_norm`, with `grad_norm/dense` and
-    `grad_norm/experts` beside it; without, it is computed for the log. No host sync is added.
+    `grad_norm/experts` beside it; without, it is computed for the log. With nonfinite="skip", `skipped_steps` is
+    logged, how many there were since the beginning of the training; checkpoints have it. "skip" and "raise" wait for
+    the device at each optimizer step, "keep" never does.
     """
 
-    def __init__(self, *, norm_type: float = 2.0, error_if_nonfinite: bool = False, log_grad_norm: bool = True) -> None:
+    def __init__(self, *, norm_type: float = 2.0, nonfinite: Nonfinite = "keep", log_grad_norm: bool = True) -> None:
         """
         Args:
             norm_type: the p of the norm that is logged and that `gradient_clip_algorithm="norm"` uses; may be inf.
-            error_if_nonfinite: raise, on every rank, when the norm is NaN or infinite. Asks the device every step.
+            nonfinite: what to do when the gradients of an optimizer have a NaN or an infinity on any rank. "keep": step
+                with them. "skip": leave its weights and its state as they are; as with a gradient scaler, learning rate
+                schedulers and `global_step` count the step. "raise": an error, which names parameters. In each case
+                all ranks do the same.
             log_grad_norm: log the norm.
+
+        Raises:
+            ValueError: norm_type is not positive, or nonfinite is none of these.
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type} must be positive, or inf")
+        if nonfinite not in get_args(Nonfinite):
+            raise ValueError(f"nonfinite={nonfinite!r} is not known; use one of {list(get_args(Nonfinite))}")
         self.norm_type = norm_type
-        self.error_if_nonfinite = error_if_nonfinite
+        self.nonfinite = nonfinite
         self.log_grad_norm = log_grad_norm
         self.reduces = True
         """Whether the coming backward reduces gradients; the strategy clears it while gradients accumulate."""
+        self.skipped_steps = 0
         self._trainer: L.Trainer | None = None
         self._expert_parameters: list[nn.Parameter] = []
         self._lone_parameters: list[nn.Parameter] = []
         self._replicated_parameters: list[nn.Parameter] = []
         self._ep = 1
-        self._logged: set[int] = set()
+        self._norms: dict[int, GradientNorm] = {}
+        """Of the optimizers whose step is to come, by their first parameter."""
 
     def put_first(self, trainer: L.Trainer) -> ExpertGradientCallback:
         """Make the one that the user gave, else this one, the first of a Trainer's callbacks; returns it.
@@ -70,12 +95,22 @@ class ExpertGradientCallback(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See which parameters there are.
+
+        Raises:
+            ValueError: nonfinite="skip" with another strategy than MoEEPStrategy.
+        """
+        if self.nonfinite == "skip" and getattr(trainer.precision_plugin, "gradients", None) is not self:
+            raise ValueError(
+                f"ExpertGradientCallback(nonfinite='skip') is for MoEEPStrategy: {type(trainer.strategy).__name__}"
+                " would step all the same; use 'keep' or 'raise'"
+            )
         self._trainer = trainer
         self._ep = ep_size(pl_module)
         self._expert_parameters = expert_parameters(pl_module)
         self._lone_parameters = lone_expert_parameters(pl_module)
         self._replicated_parameters = [p for p in pl_module.parameters() if is_replicated(p)]
-        self._logged = set()
+        self._norms = {}
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -98,24 +133,50 @@ class ExpertGradientCallback(L.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        # A user's own clipping may do without the norm, or spoil the gradients before it takes it.
         clips_later = (
             pl_module.automatic_optimization
-            and trainer.gradient_clip_val
+            and (trainer.gradient_clip_val or 0) > 0
             and trainer.gradient_clip_algorithm != "value"
+            and not is_overridden("configure_gradient_clipping", pl_module)
         )
-        logged = _first_parameter(optimizer) in self._logged
-        if (self.log_grad_norm or self.error_if_nonfinite) and not clips_later and not logged:
+        wanted = self.log_grad_norm or self.nonfinite != "keep"
+        if wanted and not clips_later and _first_parameter(optimizer) not in self._norms:
             self._norm(optimizer)
-        self._logged.discard(_first_parameter(optimizer))
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scale the gradients of `optimizer`, across meshes, to a norm of at most `max_norm`.
 
         Raises:
-            RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
+            RuntimeError: the norm is not finite, and that is to be an error; on every rank.
         """
         norm = self._norm(optimizer)
         clip_by_norm(_parameters(optimizer), total=norm.total, max_norm=max_norm)
+
+    def allows_step(self, optimizer: Optimizer) -> bool:
+        """Whether to step; asked after the hooks and the clipping, of each optimizer, if not all steps are kept."""
+        if self.nonfinite != "skip":
+            return True
+        assert self._trainer is not None
+        finite = bool(torch.isfinite(self._norms[_first_parameter(optimizer)].total))
+        self.skipped_steps += not finite
+        self._trainer.lightning_module.log(SKIPPED_STEPS, float(self.skipped_steps))
+        return finite
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped, or was not to."""
+        self._norms.pop(_first_parameter(optimizer), None)
+
+    # Not by `state_dict`: of callbacks that have one, Lightning refuses two in words that do not say why.
+
+    @override
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.nonfinite == "skip":
+            checkpoint[SKIPPED_STEPS] = self.skipped_steps
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.skipped_steps = checkpoint.get(SKIPPED_STEPS, 0)
 
     def _norm(self, optimizer: Optimizer) -> GradientNorm:
         assert self._trainer is not None
@@ -123,23 +184,38 @@ class ExpertGradientCallback(L.Callback):
         parts: dict[str, list[nn.Parameter]] = {"dense": [], "experts": []}
         for parameter in _parameters(optimizer):
             parts["experts" if id(parameter) in experts else "dense"].append(parameter)
-        norm = gradient_norm(
-            parts, norm_type=self.norm_type, group=dist.group.WORLD, device=self._trainer.strategy.root_device
-        )
-        if self.error_if_nonfinite and not torch.isfinite(norm.total):
-            values = ", ".join(f"{name} {float(value)}" for name, value in norm.parts.items())
-            raise RuntimeError(
-                f"the gradient norm is {float(norm.total)} at step {self._trainer.global_step} ({values}); set"
-                " error_if_nonfinite=False on ExpertGradientCallback to go on"
-            )
-        if self.log_grad_norm:
-            module = self._trainer.lightning_module
+        device = self._trainer.strategy.root_device
+        norm = gradient_norm(parts, norm_type=self.norm_type, group=dist.group.WORLD, device=device)
+        if self.nonfinite == "raise" and not torch.isfinite(norm.total):
+            raise self._error(norm, _parameters(optimizer))
+        module = self._trainer.lightning_module
+        # In automatic optimization, a user's clipping takes the norm once more.
+        logged = module.automatic_optimization and _first_parameter(optimizer) in self._norms
+        self._norms[_first_parameter(optimizer)] = norm
+        if self.log_grad_norm and not logged:
             module.log("grad_norm", norm.total)
             module.log_dict({f"grad_norm/{name}": value for name, value in norm.parts.items()})
-            # In manual optimization the clip comes before the hook that would log it again, clipped.
-            if not module.automatic_optimization:
-                self._logged.add(_first_parameter(optimizer))
         return norm
+
+    def _error(self, norm: GradientNorm, parameters: list[nn.Parameter]) -> RuntimeError:
+        assert self._trainer is not None
+        names = nonfinite_gradients(
+            self._trainer.lightning_module,
+            parameters,
+            group=dist.group.WORLD,
+            device=self._trainer.strategy.root_device,
+        )
+        values = ", ".join(f"{name} {float(value)}" for name, value in norm.parts.items())
+        where = (
+            f"{len(names)} of {len(parameters)} parameters have gradients with a NaN or an infinity:"
+            f" {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+            if names
+            else "every gradient is finite, but their norm is too large for fp32"
+        )
+        return RuntimeError(
+            f"the gradient norm is {float(norm.total)} at step {self._trainer.global_step} ({values}). {where}."
+            " ExpertGradientCallback(nonfinite='skip') leaves out such steps, 'keep' takes them"
+        )
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -148,4 +224,4 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _first_parameter(optimizer: Optimizer) -> int:
     """Tells optimizers apart, also when Lightning has wrapped one."""
-    return id(optimizer.param_groups[0]["params"][0])
+    return id(next(iter(_parameters(optimizer)), None))

@@ -11,9 +11,11 @@ from lightning_moe_ep.checkpoint.pretrained import (
 from lightning_moe_ep.checkpoint.record import KEY, describe
 from lightning_moe_ep.checkpoint.recovery import recovering
 from lightning_moe_ep.checkpoint.resumption import Resumption
+from lightning_moe_ep.checkpoint.stored import CURRENT
 from lightning_moe_ep.checkpoint.training import full_model_state, full_optimizer_state, load
 
 __all__ = [
+    "CURRENT",
     "KEY",
     "LoadReport",
     "Resumption",

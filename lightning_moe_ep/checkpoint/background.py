@@ -7,7 +7,7 @@ is, and that it failed, all ranks find out together, at the steps and when they 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -102,11 +102,19 @@ class Saver:
         self._is_training = False
         self.wait(host_group)
 
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """What a checkpoint has of the model."""
-        if self.folders:
-            return get_model_state_dict(module, options=self._options)
-        return full_model_state(module)
+    def model_state(self, module: nn.Module, instead: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a checkpoint has of the model.
+
+        Args:
+            module: the model.
+            instead: tensors, sharded as the model's, that take the place of those of the same name.
+        """
+        if not self.folders:
+            return full_model_state(module, instead)
+        options = self._options
+        state = get_model_state_dict(module, options=options)
+        assert instead.keys() <= state.keys(), f"no such names: {sorted(instead.keys() - state.keys())[:3]}"
+        return {**state, **{name: value.cpu() if options.cpu_offload else value for name, value in instead.items()}}
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """What a checkpoint has of an optimizer of the model."""

@@ -27,7 +27,7 @@ from lightning_moe_ep.checkpoint.layout_on_disk import data_offset, load_without
 from lightning_moe_ep.checkpoint.pieces import Module, Pieces, modules, to_parallel, to_plain
 from lightning_moe_ep.checkpoint.record import NEVER_STEPPED
 from lightning_moe_ep.checkpoint.safetensors_writer import write_at
-from lightning_moe_ep.checkpoint.stored import META, Stored, open_checkpoint
+from lightning_moe_ep.checkpoint.stored import CURRENT, META, Stored, open_checkpoint
 from lightning_moe_ep.trees import leaves_of, map_leaves, tensors_of
 
 
@@ -56,6 +56,8 @@ def convert_to_file(checkpoint: str | Path, path: str | Path, *, max_memory: str
         raise FileExistsError(f"{target} is a folder; give the name of a file")
     names = [[group["params"] for group in optimizer["param_groups"]] for optimizer in opened.optimizers]
     whole = {**opened.rest, "state_dict": to_plain(opened.pieces, opened.weights)}
+    if opened.current:
+        whole[CURRENT] = to_plain(opened.pieces, opened.current)
     if opened.optimizers:
         whole["optimizer_states"] = [optimizer_to_file(opened.pieces, state) for state in opened.optimizers]
     if opened.record:
@@ -92,6 +94,8 @@ def convert_to_folder(checkpoint: str | Path, path: str | Path, *, max_memory: s
             " from it with save_distributed_checkpoint=True, which saves a folder"
         )
     sharded: dict[str, Any] = {"state_dict": to_parallel(opened.pieces, opened.weights)}
+    if opened.current:
+        sharded[CURRENT] = to_parallel(opened.pieces, opened.current)
     for number, (state, of_groups) in enumerate(zip(opened.optimizers, names, strict=False)):
         sharded[f"optimizer_{number}"] = made = optimizer_to_folder(opened.pieces, state, of_groups)
         for name in opened.record.get(NEVER_STEPPED, {}).get(number, ()):

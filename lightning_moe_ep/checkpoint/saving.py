@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_moe_ep.checkpoint import durable
 from lightning_moe_ep.checkpoint.agreement import on_every_rank, on_rank_0
-from lightning_moe_ep.checkpoint.stored import META
+from lightning_moe_ep.checkpoint.stored import CURRENT, META
 from lightning_moe_ep.trees import tensors_of
 
 TOKEN = "token"
@@ -45,7 +45,7 @@ class FolderSave:
 
         Args:
             path: where it is to be; what is there is replaced when it is complete.
-            checkpoint: Lightning's, with sharded `state_dict` and `optimizer_states`, which are taken out.
+            checkpoint: Lightning's, with sharded weights and `optimizer_states`, which are taken out.
             group: all ranks, for CPU tensors.
 
         Raises:
@@ -54,6 +54,8 @@ class FolderSave:
         """
         self.path = path
         self.state: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+        if CURRENT in checkpoint:
+            self.state[CURRENT] = checkpoint.pop(CURRENT)
         for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
             self.state[f"optimizer_{number}"] = state
         self._meta = io.BytesIO()
@@ -118,7 +120,7 @@ def save_file(path: Path, checkpoint: dict[str, Any], group: dist.ProcessGroup |
             os.fsync(file.fileno())
         durable.put_in_place(saving, path)
 
-    tensors = tensors_of([checkpoint.get("state_dict"), checkpoint.get("optimizer_states")])
+    tensors = tensors_of([checkpoint.get(key) for key in ("state_dict", CURRENT, "optimizer_states")])
     on_rank_0(lambda: _make_room(path, sum(tensor.nbytes + OVERHEAD for tensor in tensors)), group=group)
     try:
         on_rank_0(write, group=group)

@@ -30,6 +30,11 @@ META = "meta.pt"
 """Lightning's name for what is not sharded."""
 
 
+CURRENT = "current_model_state"
+"""Under which a checkpoint whose `state_dict` has averages has the weights that are trained, as Lightning's
+`WeightAveraging` names it."""
+
+
 class NotACheckpointError(ValueError):
     """The path is no Trainer's checkpoint."""
 
@@ -131,6 +136,9 @@ class StoredCheckpoint:
     rest: dict[str, Any]
     """All other keys."""
 
+    current: dict[str, Any]
+    """The weights that are trained, if `weights` are averages; else `{}`."""
+
     @property
     def record(self) -> dict[str, Any]:
         """What our strategy notes of the model and the layout; `{}` if another one saved."""
@@ -188,7 +196,8 @@ def _open_file(path: Path, weights_only: bool | None) -> StoredCheckpoint:
     checkpoint = dict(checkpoint)
     weights = _stored(dict(checkpoint.pop("state_dict")))
     optimizers = [_stored(state) for state in checkpoint.pop("optimizer_states", [])]
-    return StoredCheckpoint(path, False, weights, optimizers, checkpoint)
+    current = _stored(dict(checkpoint.pop(CURRENT, {})))
+    return StoredCheckpoint(path, False, weights, optimizers, checkpoint, current)
 
 
 def _stored(tree: Any) -> Any:
@@ -295,10 +304,10 @@ def _open_folder(path: Path, weights_only: bool | None) -> StoredCheckpoint:
             else items[MetadataIndex(name)].load()
         )
         _put(tree, keys, value)
-    weights = tree.pop("state_dict", {})
+    weights, current = tree.pop("state_dict", {}), tree.pop(CURRENT, {})
     optimizers = [_listed(tree.pop(f"optimizer_{n}")) for n in range(len(tree)) if f"optimizer_{n}" in tree]
     rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
-    return StoredCheckpoint(path, True, weights, optimizers, rest)
+    return StoredCheckpoint(path, True, weights, optimizers, rest, current)
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -8,12 +8,14 @@ is read at any layout. It is the one place that imports Lightning's private chec
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 # Private; read at lightning 2.6.6. A test fails when they move.
 from lightning.fabric.strategies.model_parallel import (
@@ -32,12 +34,20 @@ from lightning_moe_ep.checkpoint.names import model_from_file, optimizer_from_fi
 from lightning_moe_ep.checkpoint.optimizers import check_stepped, load_optimizer
 from lightning_moe_ep.checkpoint.record import KEY, NEVER_STEPPED
 from lightning_moe_ep.checkpoint.recovery import look_up
+from lightning_moe_ep.checkpoint.stored import CURRENT
 from lightning_moe_ep.experts import to_plain
 from lightning_moe_ep.shards import cut, gather
 
 
 def load(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    training: bool = False,
+    averages: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Fill a sharded model and its optimizers from a checkpoint of either form; every rank calls this.
 
@@ -47,6 +57,9 @@ def load(
         optimizers: those whose state is wanted; none when not fitting.
         strict: whether the names must match exactly.
         weights_only: as in `torch.load`.
+        training: whether the model goes on being trained: where the checkpoint has averages, the model is filled with
+            the weights that they are of.
+        averages: if these averages are wanted, too: tensors to fill, by their names in the state dict, sharded.
 
     Returns:
         The rest of the checkpoint.
@@ -58,11 +71,17 @@ def load(
     """
     # What hyperparameters often hold. Lightning has no way to ask a sharding strategy for more than weights_only.
     with torch.serialization.safe_globals([type(Path())]):
-        return _load(path, module, optimizers, strict=strict, weights_only=weights_only)
+        return _load(path, module, optimizers, strict, weights_only, training, averages)
 
 
 def _load(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    training: bool,
+    averages: Callable[[], Mapping[str, Tensor]] | None,
 ) -> dict[str, Any]:
     look_up(path)
     if _is_sharded_checkpoint(path):
@@ -70,8 +89,12 @@ def _load(
         missing = [n for n in range(len(optimizers)) if not any(key.startswith(f"optimizer_{n}.") for key in saved)]
         if missing:
             raise _no_optimizer_state(path)
+        has_averages = any(key.startswith(f"{CURRENT}.") for key in saved)
+        key = CURRENT if training and has_averages else "state_dict"
         try:
-            rest = _load_checkpoint(path=path, state={"state_dict": module}, strict=strict, weights_only=weights_only)
+            rest = _load_checkpoint(path=path, state={key: module}, strict=strict, weights_only=weights_only)
+            if has_averages and averages is not None:
+                dcp.load({"state_dict": dict(averages())}, storage_reader=FileSystemReader(path))
             for number, optimizer in enumerate(optimizers):
                 load_optimizer(path, number, module, optimizer, _never_stepped(rest, number))
         except CheckpointException as error:  # no Exception; it has those of all ranks
@@ -86,7 +109,10 @@ def _load(
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     if "state_dict" not in checkpoint:
         raise ValueError(f"{path} is not a Trainer's checkpoint: it has no state_dict, but {list(checkpoint)[:5]}")
-    _load_full_model_state(module, checkpoint.pop("state_dict"), strict=strict)
+    weights, current = checkpoint.pop("state_dict"), checkpoint.pop(CURRENT, None)
+    _load_full_model_state(module, current if training and current else weights, strict=strict)
+    if current and averages is not None:
+        _load_full_averages(module, weights, averages(), strict=strict)
     states = checkpoint.pop("optimizer_states", [])
     if len(states) < len(optimizers):
         raise _no_optimizer_state(path)
@@ -109,9 +135,15 @@ def _no_optimizer_state(path: Path) -> KeyError:
     )
 
 
-def full_model_state(module: nn.Module) -> dict[str, Any]:
-    """The plain model's whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this."""
-    state = _gathered(module.state_dict())
+def full_model_state(module: nn.Module, instead: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Any]:
+    """The plain model's whole state dict on the CPU of rank 0, `{}` on the others; every rank calls this.
+
+    Args:
+        module: the parallel model.
+        instead: tensors, sharded as the model's, that take the place of those of the same name.
+    """
+    state = module.state_dict()
+    state = _gathered({name: instead.get(name, value) for name, value in state.items()})
     return to_plain(module, state)
 
 
@@ -137,6 +169,15 @@ def _load_full_model_state(module: nn.Module, full: Mapping[str, Any], *, strict
     targets = module.state_dict()
     state = model_from_file(module, full, strict=strict, fit=lambda name, value: _fit(targets.get(name), value))
     module.load_state_dict(state, strict=strict)
+
+
+def _load_full_averages(
+    module: nn.Module, full: Mapping[str, Any], averages: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    state = model_from_file(module, full, strict=strict, fit=lambda name, value: _fit(averages.get(name), value))
+    for name, average in averages.items():
+        if name in state:
+            average.copy_(state[name])
 
 
 def _load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, full: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from lightning_moe_ep.experts import module_list as module_list
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
-from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
+from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts, modules_called
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
 from lightning_moe_ep.experts.plain import converted_experts, plain_class, to_plain
@@ -49,6 +49,7 @@ __all__ = [
     "is_spread",
     "lone_expert_parameters",
     "mark_spread",
+    "modules_called",
     "plain_class",
     "register_experts",
     "spread_experts",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_moe_ep.gradients.scale import local_gradients, scale_gradients
+from lightning_moe_ep.gradients.scale import local_gradients, local_tensor, scale_gradients
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def gradient_norm(
     parts: Mapping[str, Sequence[nn.Parameter]],
     *,
     norm_type: float,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> GradientNorm:
     """The p-norm of the gradients of `parts`, as if each were one whole tensor in one process.
@@ -43,7 +43,7 @@ def gradient_norm(
     Args:
         parts: parameters by the name of their part; gradients may be missing.
         norm_type: p > 0, or inf for the largest absolute value.
-        group: all ranks.
+        group: all ranks; None: there is one process.
         device: where the result lives.
 
     Raises:
@@ -52,16 +52,69 @@ def gradient_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive, or inf")
     largest = math.isinf(norm_type)
-    sums = torch.stack([_local_sum(parameters, norm_type, group.size(), device) for parameters in parts.values()])
+    world = group.size() if group is not None else 1
+    sums = torch.stack([_local_sum(parameters, norm_type, world, device) for parameters in parts.values()])
     if largest:
         # The maximum over ranks may pass over a NaN (gloo's does, by rank order): what is NaN travels beside it.
         sums = torch.stack([sums.nan_to_num(nan=0.0, posinf=math.inf), sums.isnan().to(sums.dtype)])
-    dist.all_reduce(sums, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    if group is not None:
+        dist.all_reduce(sums, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     if largest:
         sums = sums[0].masked_fill(sums[1] > 0, math.nan)
     total = sums.max() if largest else sums.sum().pow(1 / norm_type)
     norms = sums if largest else sums.pow(1 / norm_type)
     return GradientNorm(total=total.float(), parts=dict(zip(parts, norms.float().unbind(), strict=True)))
+
+
+@torch.no_grad()
+def nonfinite_gradients(
+    module: nn.Module, parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup, device: torch.device
+) -> list[str]:
+    """The names of the parameters whose gradients have a NaN or an infinity on any rank; every rank must call this.
+
+    Args:
+        module: gives the names and their order.
+        parameters: of it.
+        group: all ranks.
+        device: for the exchange.
+    """
+    grads = [local_tensor(p.grad) if p.grad is not None else None for p in parameters]
+    bad = [grad is not None and not bool(torch.isfinite(grad).all()) for grad in grads]
+    flags = torch.tensor(bad, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    found = {id(parameter) for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in found]
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """The norms of whole gradients, for the log: in place of `lightning.pytorch.utilities.grad_norm`.
+
+    Gradients are final in `on_before_optimizer_step`. One all-reduce for all parameters; every rank must call this.
+
+    Args:
+        module: what to look at.
+        norm_type: the p of the norm; may be inf.
+        group_separator: between what is measured and the parameter's name.
+
+    Returns:
+        `grad_{p}_norm/{name}` of each parameter that has a gradient and `grad_{p}_norm_total` of all together, as
+        Lightning names them: tensors `[]` on the device, equal on all ranks. Nothing if there is no gradient.
+
+    Raises:
+        ValueError: p is not positive.
+    """
+    norm_type = float(norm_type)
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.grad is not None}
+    if not named:
+        return {}
+    norms = gradient_norm(
+        {name: [parameter] for name, parameter in named.items()},
+        norm_type=norm_type,
+        group=dist.group.WORLD if dist.is_initialized() else None,
+        device=next(iter(named.values())).device,
+    )
+    of_each = {f"grad_{norm_type}_norm{group_separator}{name}": norm for name, norm in norms.parts.items()}
+    return {**of_each, f"grad_{norm_type}_norm_total": norms.total}
 
 
 @torch.no_grad()

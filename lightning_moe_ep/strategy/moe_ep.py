@@ -29,7 +29,7 @@ from lightning_moe_ep.activation_checkpointing import (
     ActivationCheckpointing,
     check_activation_checkpointing,
 )
-from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
@@ -45,12 +45,13 @@ from lightning_moe_ep.parallelize import (
     parallelize,
     top_level_modules,
 )
-from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
 from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
+from lightning_moe_ep.strategy.stepping import SteppingStrategy
 
 
-class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
+class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -66,6 +67,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
         cpu_offload: bool = False,
+        fp32_modules: Sequence[str] = (),
         reduce_every_micro_batch: bool = False,
         uneven: Uneven = "stop",
         save_distributed_checkpoint: bool = True,
@@ -96,6 +98,8 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
                 outside of the graphs.
             cpu_offload: Keep weights, gradients and optimizer state in memory of the host, as FSDP2 does, and compute
                 the optimizer's step there.
+            fp32_modules: Modules that are kept in fp32, and compute in it, in bf16-true and bf16-mixed: by the end of
+                their paths, such as "mlp.gate" for the routers of Qwen3-MoE.
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             uneven: What comes of unequal numbers of batches in training, validation and test: all ranks "stop" with
@@ -137,6 +141,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
             "activation_checkpointing": activation_checkpointing,
             "compile_blocks": compile_blocks,
             "cpu_offload": cpu_offload,
+            "fp32_modules": list(fp32_modules),
         }
         """What `parallelize` is called with, beside the meshes and the precision."""
         self.init_on_meta = init_on_meta
@@ -202,6 +207,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        refuse_fp16_in_disguise()
         self._precision_plugin = None if plugin is None else FSDP2Precision.from_plugin(plugin)
 
     @override
@@ -229,7 +235,8 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
             self._build_meshes(self.ep)
         trainer = self.lightning_module.trainer
         self.gradients = self.gradients.put_first(trainer)
-        self.precision_plugin.clip_by_norm = self.gradients.clip
+        self.precision_plugin.gradients = self.gradients
+        averaging_of(trainer)  # refuses what cannot work
         self._saver.adopt(trainer, lambda: self.meshes.all_groups)
         # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -269,6 +276,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         if any(not is_replicated(parameter) for parameter in module.parameters()):
             self._check_layout_of(module)
             return
+        self.precision_plugin.fp32_modules = self.parallelize_options["fp32_modules"]
         module = self.precision_plugin.convert_module(module)
         if self.ep == "auto":
             counts = {found.name: found.num_experts for found in find_experts(module)}
@@ -337,27 +345,6 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy):
         backend = super()._get_process_group_backend()
         # Offloaded gradients and weights are summed, gathered and saved where they are.
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.parallelize_options["cpu_offload"] else backend
-
-    # Gradients.
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates gradients without reducing them."""
-        if self.reduce_every_micro_batch:
-            yield
-            return
-        self._set_reduce_gradients(False)
-        try:
-            yield
-        finally:
-            self._set_reduce_gradients(True)
-
-    def _set_reduce_gradients(self, reduces: bool) -> None:
-        assert self.lightning_module is not None
-        self.gradients.reduces = reduces
-        for managed in fsdp_modules(self.lightning_module):
-            managed.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def _not_for_fabric(**_: Any) -> NoReturn:

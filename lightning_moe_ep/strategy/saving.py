@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
+from lightning_moe_ep.callbacks import averaging_of
 from lightning_moe_ep.launch.forked import ForkLauncher
 from lightning_moe_ep.mesh import Meshes
 
@@ -39,6 +40,11 @@ class SavingStrategy(ModelParallelStrategy):
         self._resumption = checkpoints.Resumption()
         self.given_checkpoint: str | Path | None = None
         """The `ckpt_path` that the Trainer's method was given, which it has not looked for yet."""
+
+    @property
+    def saves_averages(self) -> bool:
+        """That checkpoints have what a `ShardedWeightAveraging` has."""
+        return True
 
     @property
     @abstractmethod
@@ -72,7 +78,8 @@ class SavingStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if self._forked_from_here:
             return self.lightning_module.state_dict()
-        return self._saver.model_state(self.lightning_module)
+        averaging = averaging_of(self.lightning_module.trainer)
+        return self._saver.model_state(self.lightning_module, averaging.averages() if averaging else {})
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -92,6 +99,9 @@ class SavingStrategy(ModelParallelStrategy):
             if not self._launcher.has_failed:  # else the ranks have seen to it
                 self._launcher.save(checkpoint, Path(filepath), self.lightning_module)
             return
+        averaging = averaging_of(self.lightning_module.trainer)
+        if averaging and averaging.averages() and "optimizer_states" in checkpoint:
+            checkpoint[checkpoints.CURRENT] = self._saver.model_state(self.lightning_module, averaging.trained())
         checkpoint[checkpoints.KEY] = checkpoints.describe(self.lightning_module, self.layout, self.optimizers)
         self._resumption.write(checkpoint, self.lightning_module, self.optimizers, self.meshes.host_group)
         self._saver.save(self.broadcast(filepath), checkpoint, self.meshes.host_group)
@@ -126,12 +136,16 @@ class SavingStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if averaging := averaging_of(self.lightning_module.trainer):
+            averaging.forget()
         checkpoint = checkpoints.load(
             Path(self.broadcast(checkpoint_path)),
             self.lightning_module,
             self.optimizers if fitting else [],
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
+            training=fitting,
+            averages=averaging.make if averaging and fitting else None,
         )
         if fitting:
             self._resumption.read(checkpoint)

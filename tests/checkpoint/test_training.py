@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.runs import EP2, EP4, FORMS, FSDP, MIXED, MODELS, REPLICAS, SINGLE, At, N, Outcome, Run, on, run
+from tests.contract import contract
 from tests.matrix import mostly_more
 from tests.parity import worst
 from tests.pool import RankPool
@@ -134,6 +135,7 @@ def test_one_file_is_what_one_device_would_save(ranks: RankPool, tmp_path: Path,
         assert error < 1e-4, f"{name} of parameter {number} is off by {error:.1e}"
 
 
+@contract("Optimizers", "an optimizer without state", "works, and resumes from either form of checkpoint")
 @pytest.mark.parametrize("form", FORMS)
 def test_an_optimizer_without_state(ranks: RankPool, folder: Path, form: str) -> None:
     path = saved(ranks, folder, Run(MIXED, form, optimizer="sgd"))
