@@ -249,6 +249,7 @@ class CausalLMModule(L.LightningModule):
             parameter_groups(self, weight_decay=self.hparams.weight_decay),
             lr=self.hparams.learning_rate,
             betas=tuple(self.hparams.betas),
+            fused=True,  # torch's default is one parameter after the other, where they are sharded
         )
         warmup, lowest = self.hparams.warmup_steps, self.hparams.min_lr_ratio
 
