@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe_ep import GroupedExperts, MoEEPStrategy, parallelize
 from lightning_moe_ep.experts import NoExpertsError, expert_parameters, spread_experts
+from tests.contract import contract
 from tests.models import ADAM_EPS, HIDDEN, Block, OwnModel, build, loss_of, make_batch
 from tests.oracle import answer, reference_model
 from tests.parity import Case, CaseModule, Probe, trainer, whole, worst
@@ -464,6 +465,7 @@ class Notebook(CaseModule):
         self.before = whole(dict(self.model.named_parameters()))
 
 
+@contract("Launch", "`devices=1`", "works, in the process itself")
 def test_one_device_runs_in_process(ranks: RankPool) -> None:
     assert ranks.run(_plain_trainer, world=1) == [(True, True, 1)]
 

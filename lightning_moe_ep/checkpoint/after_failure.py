@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_moe_ep.mesh import default_store
 
-PATIENCE = 5.0
-"""Seconds that rank 0 waits for the others; they wait twice as long for its word."""
+PATIENCE = 3.0
+"""Seconds that rank 0 waits for the others; they wait twice as long for its word, which is less than `launch` waits."""
 
 _SAVE = "save"
 _asked = 0

@@ -112,6 +112,8 @@ def main(args: list[str] | None = None) -> None:
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         parser_class=MoEParser,
+        # PL_FIT__TRAINER__MAX_STEPS=100 in place of --trainer.max_steps 100.
+        parser_kwargs={"default_env": True},
         save_config_callback=SaveFitConfig,
         # A run that goes on in the same folder writes its config there again.
         save_config_kwargs={"overwrite": True},

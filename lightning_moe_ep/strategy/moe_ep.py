@@ -35,7 +35,7 @@ from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
-from lightning_moe_ep.launch.forked import is_interactive
+from lightning_moe_ep.launch.options import called_by_the_other_lightning
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
 from lightning_moe_ep.parallelize import (
@@ -152,8 +152,8 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
         self._seed: int | None = None
 
     def __repr__(self) -> str:
-        # What Fabric says that it does not know.
-        return (
+        # What Fabric, and the Trainer of pytorch_lightning, say that they do not know.
+        return called_by_the_other_lightning(type(self).__name__) or (
             f"MoEEPStrategy(ep={self.ep!r}), for lightning.pytorch.Trainer (for Fabric: lightning_moe_ep.parallelize)"
         )
 
@@ -212,15 +212,10 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        super()._configure_launcher()
         # The first moment at which the world's size is known, and in the Trainer's constructor.
         world = self.num_nodes * self.num_processes
         Layout.for_world(world, ep=1 if self.ep == "auto" else self.ep, replicate=self.replicate)
-        self._launcher = None
-        if world > 1:
-            super()._configure_launcher()
-        if self._launcher is not None and is_interactive():
-            self._launcher = self._fork_launcher()
-        self._launcher = checkpoints.recovering(self._launcher)
 
     @override
     def setup_environment(self) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,9 +17,10 @@ from lightning_moe_ep import checkpoint as checkpoints
 from lightning_moe_ep.callbacks import averaging_of
 from lightning_moe_ep.launch.forked import ForkLauncher
 from lightning_moe_ep.mesh import Meshes
+from lightning_moe_ep.strategy.launching import LaunchingStrategy
 
 
-class SavingStrategy(ModelParallelStrategy):
+class SavingStrategy(LaunchingStrategy):
     """Saves and resumes at any layout, in folders or in one file, also while training goes on."""
 
     def __init__(
@@ -51,6 +51,7 @@ class SavingStrategy(ModelParallelStrategy):
     def meshes(self) -> Meshes:
         """The meshes of the run."""
 
+    @override
     def _fork_launcher(self) -> ForkLauncher:
         if self.num_nodes > 1:
             raise ValueError(

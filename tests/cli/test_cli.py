@@ -6,15 +6,20 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_moe_ep import MoEEPStrategy, convert_to_file
 from lightning_moe_ep.cli.main import _typed, main
 from tests.cli.processes import QUICKSTART, run_python
+from tests.contract import contract
 
 LESS = shlex.split(
     "--trainer.max_steps 4 --trainer.val_check_interval 2 --trainer.limit_val_batches 2 --trainer.log_every_n_steps 1"
@@ -62,6 +67,7 @@ def loss_of(printed: str) -> float:
     return float(found[1])
 
 
+@contract("Launch", "a script or command that starts its own ranks")
 def test_a_fit_closes_with_its_loss_once(fit: Ran) -> None:
     assert 4 < loss_of(fit.printed) < 5.6  # guessing is log 256 = 5.545
     assert len(re.findall(r"^val_loss=", fit.printed, flags=re.MULTILINE)) == 1
@@ -134,6 +140,7 @@ def _printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
+@contract("Launch", "the command with YAML, overrides, `--print_config` and `--help`")
 def test_the_printed_config_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = _printed(["fit", "--config", str(QUICKSTART), "--trainer.max_steps", "7", "--print_config"], capsys)
     (tmp_path / "c.yaml").write_text(first)
@@ -142,6 +149,96 @@ def test_the_printed_config_comes_back(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed["trainer"]["max_steps"] == 7
     assert printed["trainer"]["strategy"]["init_args"]["ep"] == 2
     assert printed["model"]["init_args"]["config"] == given["model"]["init_args"]["config"]
+
+
+@contract("Launch", "the strategy on the command line", "works: by alias, short class name, or class path")
+def test_names_of_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    def parsed(*arguments: str) -> Any:
+        return yaml.safe_load(_printed(["fit", "--config", str(QUICKSTART), *arguments, "--print_config"], capsys))
+
+    assert parsed("--trainer.strategy", "moe_ep_2")["trainer"]["strategy"] == "moe_ep_2"
+    for name in ("MoEEPStrategy", "lightning_moe_ep.MoEEPStrategy"):
+        strategy = parsed("--trainer.strategy", name, "--trainer.strategy.replicate", "2")["trainer"]["strategy"]
+        assert strategy["class_path"] == "lightning_moe_ep.MoEEPStrategy"
+        assert strategy["init_args"]["replicate"] == 2
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(QUICKSTART), "--trainer.strategy.epp", "2"])
+    assert end.value.code == 2 and "'epp' is not accepted" in capsys.readouterr().err
+
+
+@contract("Launch", "`PL_FIT__TRAINER__MAX_STEPS=7` and the like", "works; what is on the command line wins")
+def test_environment_variables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_FIT__CONFIG", str(QUICKSTART))
+    monkeypatch.setenv("PL_FIT__TRAINER__MAX_STEPS", "7")
+    monkeypatch.setenv("PL_FIT__SEED_EVERYTHING", "8")
+    given = yaml.safe_load(_printed(["fit", "--seed_everything", "9", "--print_config"], capsys))
+    assert (given["trainer"]["max_steps"], given["seed_everything"]) == (7, 9)
+    assert given["trainer"]["strategy"]["init_args"]["ep"] == 2
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+
+
+class Model(L.LightningModule):
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.width = width
+
+
+class OwnCLI(LightningCLI):
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.width", "model.width")
+
+
+@contract("Launch", "a LightningCLI of your own", "works, with `link_arguments`, overrides and `--print_config`")
+def test_a_cli_of_ones_own() -> None:
+    for strategy in (
+        ["--trainer.strategy", "MoEEPStrategy", "--trainer.strategy.ep", "2"],
+        ['--trainer.strategy={"class_path": "lightning_moe_ep.MoEEPStrategy", "init_args": {"ep": 2}}'],
+        ["--trainer.strategy", "moe_ep_2"],
+    ):
+        arguments = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", *strategy, "--data.width", "6"]
+        cli = OwnCLI(Model, Data, run=False, save_config_callback=None, args=arguments)
+        assert isinstance(cli.trainer.strategy, MoEEPStrategy) and cli.trainer.strategy.ep == 2
+        assert cli.model.width == 6
+
+
+KILL = """
+import os, signal
+from pathlib import Path
+import lightning.pytorch as L
+
+class Kill(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("STARTS AT", trainer.global_step, flush=True)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.global_rank == 1 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contract("Launch", "`torchrun` on one node")
+@contract("Restarts", "`torchrun --max-restarts` and `--ckpt_path last`", "works: goes on from the newest checkpoint")
+def test_a_killed_rank_under_torchrun(fit: Ran, tmp_path: Path) -> None:
+    """Killed inside of an epoch, one step after a save; what comes out is what an undisturbed run has."""
+    (tmp_path / "killing.py").write_text(KILL)
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = ["-m", "lightning_moe_ep", "fit", "--config", str(QUICKSTART), *LESS]
+    more = ["--trainer.callbacks+", "killing.Kill", "--ckpt_path", "last"]
+    (printed,) = run_python([*agent, *command, *more], cwd=tmp_path, timeout=200)
+    assert re.findall(r"STARTS AT (\d+)", printed) == ["0", "0", "2", "2"]
+    assert "rank 0 ended because rank 1 failed first: its process ended" in printed
+    assert printed.count("there is no last checkpoint available") >= 1  # at the very first start
+    assert loss_of(printed) == loss_of(fit.printed)
+    last = Path("checkpoints") / "last.ckpt"
+    convert_to_file(str(tmp_path / "runs" / "quickstart" / last), str(tmp_path / "restarted"))
+    convert_to_file(str(fit.output / last), str(tmp_path / "undisturbed"))
+    restarted, undisturbed = (torch.load(tmp_path / name)["state_dict"] for name in ("restarted", "undisturbed"))
+    assert all(torch.equal(restarted[name], weight) for name, weight in undisturbed.items())
 
 
 def test_help(tmp_path: Path) -> None:

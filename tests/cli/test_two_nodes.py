@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from tests.cli.processes import QUICKSTART, run_python
+from tests.contract import contract
 
 OPTIONS = shlex.split(
     "--trainer.num_nodes 2 --trainer.devices 1 --trainer.strategy.ep 2 --trainer.max_steps 2"
@@ -21,6 +22,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contract("Launch", "`torchrun` on several nodes")
 def test_a_fit_over_two_nodes(tmp_path: Path) -> None:
     port = str(free_port())
     agents = [
