@@ -15,7 +15,7 @@ import lightning.pytorch as L
 
 # Private; read at lightning 2.6.6. A test fails when they move.
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 POLL = 0.2

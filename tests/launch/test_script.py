@@ -94,6 +94,7 @@ def printed(folder: Path) -> str:
     return (folder / "printed").read_text()
 
 
+@pytest.mark.more
 @contract(
     "Errors", "a rank that is killed under the Trainer's own launcher", "works: named with its exit code and signal"
 )
