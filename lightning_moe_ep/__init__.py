@@ -28,6 +28,7 @@ from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import merged_model, save_adapter
 from lightning_moe_ep.mesh import Meshes, build_meshes
 from lightning_moe_ep.optimizers import parameter_groups
+from lightning_moe_ep.other_lightning import name_the_import
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
 
@@ -74,6 +75,7 @@ __all__ = [
 
 register_strategies()
 open_folders()
+name_the_import()
 
 # As Lightning does with its own: choices that the library makes are seen without any logging set up.
 _log = logging.getLogger(__name__)

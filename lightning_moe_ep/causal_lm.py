@@ -34,6 +34,7 @@ from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretr
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.optimizers import parameter_groups
+from lightning_moe_ep.other_lightning import name_the_import
 
 Freeze = Literal["none", "experts", "router"]
 """What is not trained: nothing, the routed experts, or what chooses among them."""
@@ -80,6 +81,7 @@ class CausalLMModule(L.LightningModule):
             FileNotFoundError: `pretrained` is not a folder.
         """
         super().__init__()
+        name_the_import()
         if (config is None) == (pretrained is None):
             raise ValueError(
                 "give exactly one of config (a new model) and pretrained (a local folder); on the command line,"

@@ -45,6 +45,7 @@ FLOORS = {
     "balance": 0,
     "data": 1,
     "remember": 0,
+    "other_lightning": 0,
     "rows": 0,
     "trees": 0,
 }

@@ -35,9 +35,9 @@ from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
-from lightning_moe_ep.launch.options import called_by_the_other_lightning
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
+from lightning_moe_ep.other_lightning import called_by_the_other_lightning
 from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import MPSAccelerator, XLAAccelerator
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 
-from lightning_moe_ep import MoEEPStrategy
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy
 from tests.contract import contract
 from tests.parity import Case, CaseModule, trainer
 from tests.pool import RankPool
@@ -38,19 +38,23 @@ def test_accelerators(kind: type) -> None:
         strategy._configure_launcher()
 
 
-@contract("Launch", "a Trainer of `pytorch_lightning`", "refused: says which import to change")
+@contract("Launch", "a Trainer or a module of `pytorch_lightning`", "refused: says which import to change")
 def test_the_other_lightning() -> None:
     import pytorch_lightning
 
-    with pytest.raises(ValueError, match=r"from `import pytorch_lightning as pl` to `import lightning.pytorch as pl`"):
+    change = "change `import pytorch_lightning as pl` to `import lightning.pytorch as pl`, in all files"
+    with pytest.raises(ValueError, match=f"MoEEPStrategy of lightning.pytorch, in a Trainer of pytorch.*: {change}"):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=MoEEPStrategy(ep=2), logger=False)
     assert "pytorch_lightning" not in repr(MoEEPStrategy(ep=2))
 
     class Module(pytorch_lightning.LightningModule):
         pass
 
-    with pytest.raises(TypeError, match="`model` must be a `LightningModule`"):
+    with pytest.raises(TypeError, match=f"Module is a LightningModule of pytorch_lightning, but .*: {change}"):
         L.Trainer(accelerator="cpu", devices=1, strategy=MoEEPStrategy(ep=1), logger=False).fit(Module())
+    ours = CausalLMModule(config={"model_type": "qwen3_moe"})
+    with pytest.raises(TypeError, match=f"CausalLMModule is a LightningModule of lightning.pytorch, but .*: {change}"):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False).fit(ours)
 
 
 def _barebones() -> int:
