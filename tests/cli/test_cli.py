@@ -90,7 +90,7 @@ def test_the_curves_are_there(fit: Ran) -> None:
     for tag in ("train_loss", "grad_norm", "grad_norm/dense", "grad_norm/experts"):
         assert steps[tag] == [0, 1, 2, 3]
     assert steps["val_loss"] == [1, 3]
-    rates = [point.value for point in curves.Scalars("lr-AdamW/pg1")]
+    rates = [point.value for point in curves.Scalars("lr-AdamW/experts")]
     assert rates == pytest.approx([0.003 * step / 20 for step in (1, 2, 3, 4)])
 
 
