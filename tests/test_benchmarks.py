@@ -11,6 +11,7 @@ from benchmarks import dispatch, load, scale, step
 from benchmarks.harness import on_ranks
 
 
+@pytest.mark.more
 def test_dispatch() -> None:
     case = on_ranks(dispatch.measure, 2, 2, 64, 32, 2)
     assert case.keys() == {"median_ms", "bytes_sent", "host_syncs", "best", "ratios"}

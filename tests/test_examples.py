@@ -33,6 +33,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(REPOSITORY / "examples" / "notebook.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -223,6 +223,7 @@ class Kill(L.Callback):
 
 @contract("Launch", "`torchrun` on one node")
 @contract("Restarts", "`torchrun --max-restarts` and `--ckpt_path last`", "works: goes on from the newest checkpoint")
+@pytest.mark.more
 def test_a_killed_rank_under_torchrun(fit: Ran, tmp_path: Path) -> None:
     """Killed inside of an epoch, one step after a save; what comes out is what an undisturbed run has."""
     (tmp_path / "killing.py").write_text(KILL)
