@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -102,6 +103,21 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"the optimizer {type(optimizer).__module__}.{type(optimizer).__name__} does not work on sharded"
                 f" parameters: {REFUSED[name]}. Use one that treats each element by itself, such as"
                 " torch.optim.AdamW(parameter_groups(self, weight_decay=0.1), fused=True)"
+            )
+
+
+def check_finetuning(trainer: L.Trainer) -> None:
+    """See that no callback looks for parameters by their values.
+
+    Raises:
+        NotImplementedError: one does, as Lightning's BackboneFinetuning.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, BaseFinetuning):
+            raise NotImplementedError(
+                f"the callback {type(callback).__name__} compares parameters with each other by value, which sharded"
+                " ones on more than one mesh do not allow; call requires_grad_ in configure_model and again in"
+                " on_train_epoch_start, and give the optimizer all parameters"
             )
 
 

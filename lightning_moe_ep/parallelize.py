@@ -7,7 +7,7 @@ efsdp. It is the one place that imports FSDP2's per-parameter mesh, which is pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 # Private; read at torch 2.13.0. A test fails when they move.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -42,6 +42,7 @@ from lightning_moe_ep.experts import (
     modules_called,
     spread_experts,
 )
+from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
@@ -142,7 +143,8 @@ def parallelize(
             )
             dispatch = partial(make_dispatcher(group), experts=compute)
         # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
-        found.adapter.install(torch.compiler.disable(dispatch), alone=meshes.host_ep_group is None)
+        as_it_is = computation in ("auto", "native") or not found.adapter.by_compute_experts
+        found.adapter.install(torch.compiler.disable(dispatch), alone=meshes.host_ep_group is None and as_it_is)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement(expert_parameters(model), meshes)
@@ -185,6 +187,7 @@ def parallelize(
             shard_placement_fn=placement,
             ignored_params=whole,
         )
+    gather_anew_when_changed(model)
     keep_methods(model, roots)
     guard_peft(model)
     keep_ranks_together(model, roots, sequences, meshes.host_group)
@@ -240,22 +243,6 @@ def _prefetch(blocks: Sequence[nn.Module]) -> None:
     """
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
-
-
-def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module of `model` that FSDP2 manages."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def drop_unreduced_gradients(model: nn.Module) -> None:
-    """Forget what backward without reduction has accumulated, which `zero_grad` does not reach."""
-    # Private attributes; read at torch 2.13.0.
-    for managed in fsdp_modules(model):
-        for group in managed._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # it is, once it was gathered
-                    parameter._unsharded_param.grad = None
 
 
 def top_level_modules(parent: nn.Module) -> list[nn.Module]:

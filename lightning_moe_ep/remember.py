@@ -11,7 +11,7 @@ With `remember_exchange` the rows themselves are kept, too, so that recomputing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,9 +30,6 @@ class _Region:
 
     answer: Callable[[Callable[[], Any]], Any]
     """What to make of a question's answer."""
-
-    replays: bool
-    """Whether it is a recomputation."""
 
     keeps_rows: bool
 
@@ -87,24 +84,30 @@ def _remembering(*, keeps_rows: bool) -> Contexts:
     def replay(question: Callable[[], Any]) -> Any:
         return next(remembered)
 
-    @contextmanager
-    def recomputing() -> Iterator[None]:
+    def start_over() -> None:
         nonlocal remembered
-        remembered = iter(memory)  # from the start: a graph that is kept may be recomputed again
-        with _inside(_Region(replay, replays=True, keeps_rows=keeps_rows)):
-            yield
+        remembered = iter(memory)  # a graph that is kept is recomputed again in each backward through it
 
-    return _inside(_Region(record, replays=False, keeps_rows=keeps_rows)), recomputing()
+    return _Inside(_Region(record, keeps_rows)), _Inside(_Region(replay, keeps_rows), start_over)
 
 
-@contextmanager
-def _inside(region: _Region) -> Iterator[None]:
-    token = _region.set(region)
-    try:
-        with _SameChoices():
-            yield
-    finally:
-        _region.reset(token)
+class _Inside(AbstractContextManager[None]):
+    """Makes a region the one that is running; may be entered again and again."""
+
+    def __init__(self, region: _Region, starts: Callable[[], None] = lambda: None) -> None:
+        self._region, self._starts = region, starts
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        self._starts()
+        with ExitStack() as stack:
+            token = _region.set(self._region)
+            stack.callback(_region.reset, token)
+            stack.enter_context(_SameChoices())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *_: object) -> None:
+        self._open.pop().close()
 
 
 class _SameChoices(TorchFunctionMode):

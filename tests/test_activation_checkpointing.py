@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from lightning_moe_ep.activation_checkpointing import Recomputed
 from tests import parity
 from tests.contract import contract
 from tests.matrix import mostly_more
+from tests.models import loss_of
 from tests.oracle import Answer
 from tests.parity import Case, CaseModule, check, train, trainer
 from tests.pool import RankPool
@@ -88,6 +90,32 @@ def _undecided(how: Any) -> dict[str, Tensor]:
 def test_what_was_chosen_is_chosen_again(ranks: RankPool) -> None:
     (right, _), (kept, _) = (ranks.run(_undecided, how, world=2) for how in (None, remember_routing))
     assert all(torch.equal(right[name], kept[name]) for name in right)
+
+
+class TwoBackwards(CaseModule):
+    """Goes back through one graph twice, by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = loss_of(self.model, batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(2 * loss)
+        self.optimizers().step()
+
+
+def _two_backwards(how: str) -> dict[str, Tensor]:
+    module = TwoBackwards(case_of("own"))
+    torch.manual_seed(0)
+    trainer(MoEEPStrategy(ep=2, activation_checkpointing=how), max_steps=2).fit(module)
+    return parity.whole(dict(module.model.named_parameters()))
+
+
+def test_a_graph_that_is_kept_is_recomputed_twice(ranks: RankPool) -> None:
+    (right, _), *recomputed = (ranks.run(_two_backwards, how, world=2) for how in ("none", "full", "selective"))
+    for weights, _ in recomputed:
+        assert all(torch.equal(weights[name], right[name]) for name in right)
 
 
 class ModelsOwn(CaseModule):
@@ -171,10 +199,16 @@ def compiled(ranks: RankPool, case: Case, *, user: str | None = None, backend: s
 )
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("kind", "how"), [("qwen3_moe", "none"), ("qwen3_moe", "selective"), ("own_list_deepseek", "selective")]
+    ("kind", "how", "ep"),
+    [
+        ("qwen3_moe", "none", 2),
+        ("qwen3_moe", "selective", 2),
+        ("own_list_deepseek", "selective", 2),
+        ("own", "full", 1),
+    ],
 )
-def test_compiled_blocks(ranks: RankPool, kind: str, how: str) -> None:
-    compiled(ranks, case_of(kind, compile_blocks=True, activation_checkpointing=how))
+def test_compiled_blocks(ranks: RankPool, kind: str, how: str, ep: int) -> None:
+    compiled(ranks, replace(case_of(kind, compile_blocks=True, activation_checkpointing=how), ep=ep))
 
 
 @pytest.mark.more

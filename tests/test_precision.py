@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
-from lightning_moe_ep.parallelize import fsdp_modules
+from lightning_moe_ep.fsdp import fsdp_modules
 from lightning_moe_ep.precision import FSDP2Precision
 from tests import oracle
 from tests.contract import contract

@@ -41,6 +41,7 @@ FLOORS = {
     "shards": 1,
     "experts": 1,
     "dispatch": 1,
+    "fsdp": 1,
     "gradients": 1,
     "balance": 0,
     "data": 1,

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_moe_ep.experts import choice_biases
+from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import local_tensor
 
 
@@ -92,7 +92,7 @@ class ShardedWeightAveraging(L.Callback):
         self._show_trained()
 
     def _find_tensors(self, module: nn.Module) -> None:
-        _reshard(module)
+        reshard(module)
         state = module.state_dict(keep_vars=True)
         names: dict[int, str] = {}
         self._names = {
@@ -114,7 +114,7 @@ class ShardedWeightAveraging(L.Callback):
     def _update(self) -> None:
         assert self._module is not None
         weight = 1 / (self.num_averaged + 1) if self.decay is None else 1 - self.decay
-        _reshard(self._module)
+        reshard(self._module)
         averages, current = [], []
         for name, tensor in self._averaged_tensors().items():
             local = local_tensor(tensor)
@@ -166,7 +166,7 @@ class ShardedWeightAveraging(L.Callback):
         if not self._averages or self._trained:
             return
         assert self._module is not None
-        _reshard(self._module)
+        reshard(self._module)
         for name, average in self._averages.items():
             local = local_tensor(self._tensors[name])
             self._trained[name] = local.clone()
@@ -177,7 +177,7 @@ class ShardedWeightAveraging(L.Callback):
         if not self._trained:
             return
         assert self._module is not None
-        _reshard(self._module)  # an evaluation leaves the roots' weights gathered
+        reshard(self._module)  # an evaluation leaves the roots' weights gathered
         for name, trained in self._trained.items():
             local_tensor(self._tensors[name]).copy_(trained)
         self._trained = {}
@@ -235,12 +235,6 @@ def averaging_of(trainer: L.Trainer) -> ShardedWeightAveraging | None:
     if len(found) > 1:
         raise ValueError("the Trainer has more than one ShardedWeightAveraging; validation can have one of them only")
     return found[0] if found else None
-
-
-def _reshard(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _like(shard: Tensor) -> Tensor:

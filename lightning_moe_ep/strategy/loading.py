@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_moe_ep.data import Host, PredictionLoader, Uneven, agree, deal_out, in_lockstep, innermost, resumable
-from lightning_moe_ep.parallelize import drop_unreduced_gradients
+from lightning_moe_ep.fsdp import drop_unreduced_gradients
 from lightning_moe_ep.strategy.saving import SavingStrategy
 
 

@@ -33,15 +33,16 @@ from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
+from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
 from lightning_moe_ep.layout import Layout, largest_ep
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
+from lightning_moe_ep.optimizers import check_finetuning
 from lightning_moe_ep.other_lightning import called_by_the_other_lightning
 from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,
-    fsdp_modules,
     parallelize,
     top_level_modules,
 )
@@ -232,6 +233,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
         self.gradients = self.gradients.put_first(trainer)
         self.precision_plugin.gradients = self.gradients
         averaging_of(trainer)  # refuses what cannot work
+        check_finetuning(trainer)
         self._saver.adopt(trainer, lambda: self.meshes.all_groups)
         # FSDP2 keeps tensors from one run to the next, and those of inference mode cannot be trained on.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -307,8 +309,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
         assert module is not None and self.accelerator is not None and self._seed is not None
         self.accelerator.setup(trainer)
         self._parallelize()  # does nothing, unless the model was built in `__init__`
-        for managed in fsdp_modules(module):
-            managed.reshard()  # an evaluation leaves the roots' weights gathered
+        reshard(module)  # an evaluation leaves the roots' weights gathered
         # What is offloaded must not have to fit on the device on its way.
         home = torch.device("cpu") if self.parallelize_options["cpu_offload"] else self.root_device
         checkpoints.read_pretrained(module, device=home)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
 from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.fsdp import fsdp_modules, reshard
 from lightning_moe_ep.optimizers import agree_on_metrics, check_optimizers
-from lightning_moe_ep.parallelize import fsdp_modules
 
 
 class SteppingStrategy(ModelParallelStrategy):
@@ -27,6 +28,20 @@ class SteppingStrategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
         agree_on_metrics(trainer.lightning_module, self.root_device)
+
+    # A user who freezes, releases or toggles parameters means those that optimizers have, not what is gathered of them.
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        return result
+
+    @override
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
 
     @override
     @contextmanager
