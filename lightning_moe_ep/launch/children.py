@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import lightning.pytorch as L
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
+
+from lightning_moe_ep.launch.line import how_it_ended
 
 POLL = 0.2
 """Seconds between two looks at the processes."""
@@ -52,18 +55,47 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 def end(processes: list[subprocess.Popen[Any]], *, after: float = ENDING) -> None:
     """Wait until the processes have ended, and kill those that have not after some seconds."""
-    until = time.monotonic() + after
-    while time.monotonic() < until and any(process.poll() is None for process in processes):
-        time.sleep(0.05)
+    wait_for(processes, after)
     for process in processes:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def end_at_exit(processes: list[subprocess.Popen[Any]]) -> None:
-    """Let none of the processes outlive this one."""
-    atexit.register(end, processes)
+def wait_for(processes: list[subprocess.Popen[Any]], seconds: float) -> None:
+    """Until they have ended, or for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
+
+
+def end_together(
+    processes: list[subprocess.Popen[Any]], *, first_rank: int, grace: Callable[[], tuple[float, bool]]
+) -> None:
+    """At this process's exit, wait a little for the others: what they say last is read, and failures are of all.
+
+    Args:
+        processes: of the other ranks of this node.
+        first_rank: of the first of them.
+        grace: asked then: seconds to wait, and whether they are then killed.
+    """
+
+    def wait() -> None:
+        seconds, kills = grace()
+        wait_for(processes, seconds)
+        if kills:
+            end(processes, after=0.0)
+        if kills or not seconds:  # this process has failed, and says so
+            return
+        codes = {first_rank + number: process.returncode for number, process in enumerate(processes)}
+        if failed := {rank: code for rank, code in codes.items() if code}:
+            sys.stdout.flush()
+            for rank, code in failed.items():
+                sys.stderr.write(f"[rank0]: rank {rank} failed at its end: {how_it_ended(code)}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    atexit.register(wait)
 
 
 def observe(processes: list[subprocess.Popen[Any]], ended: Callable[[int, int], None]) -> None:

@@ -281,6 +281,8 @@ class _Run:
     def fail(self, rank: int, world: int, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
         cause = RankError(f"on rank {rank} of {world}:\n{text}")
+        if isinstance(error, SystemExit):  # of the rank, not of the user's process
+            error = RankError(f"rank {rank} of {world} ended by sys.exit({error.code!r})")
         try:
             content = pickle.dumps((time.monotonic(), error, cause))
             pickle.loads(content)

@@ -101,6 +101,8 @@ class Guard:
         self._knows_first = threading.Event()
         self._where = ""
         self._all_alike = False
+        self._grace_at_exit = (children.ENDING, False)
+        """Seconds that this process waits at its exit for those that it started, and whether it then kills them."""
         self._timer: threading.Timer | None = None
 
     def watch(self, launcher: Launcher, *, global_rank: int, local_rank: int) -> None:
@@ -183,6 +185,7 @@ class Guard:
             self._first, self._where, self._line, self._all_alike = None, "", None, False
             self._knows_first.clear()
             self._runs, self._fails = True, False
+            self._grace_at_exit = (children.ENDING, False)
         for report in _gone:
             self._alarm(report)
         try:
@@ -208,11 +211,12 @@ class Guard:
         _shorten_at_exit()
         line = self._line
         if line is None:  # the others do not know this one yet
-            if self._processes:
-                children.end_at_exit(self._processes)
+            self._grace_at_exit = (children.ENDING, True)
             return error
         self._where = self._where or _place(traceback.extract_tb(error.__traceback__))
         of_collective = isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error))
+        # At the exit of this process most waits of others end; not one that it has waited for itself.
+        self._grace_at_exit = (GRACE + 1, True) if of_collective else (0.0, False)
         if of_collective:
             self._knows_first.wait(NEWS)  # most of these come of another's failure
         report = _report(self._rank, error)
@@ -282,9 +286,9 @@ class Guard:
                 self._timer.daemon = True
                 self._timer.start()
         if prints and report.died:
-            _tell(self._rank, f"rank {report.rank} failed, and the other ranks end with it: {report.error}")
+            _tell(self._rank, f"rank {report.rank} failed first: {report.error}")
         elif prints and report.traceback:
-            _tell(self._rank, f"failed, and the other ranks end with it\n{report.traceback.rstrip()}")
+            _tell(self._rank, f"failed first\n{report.traceback.rstrip()}")
         self._knows_first.set()
 
     def _end(self) -> None:
@@ -313,6 +317,7 @@ class Guard:
         """Notice when processes of this node end; their observers run as long as this process."""
         if processes and processes is not self._processes:
             self._processes = processes
+            children.end_together(processes, first_rank=parent_rank + 1, grace=_grace_at_exit)
             children.observe(processes, lambda number, code: self._child_ended(parent_rank + 1 + number, code))
         if (parent := children.started_by()) is not None:
             children.observe_parent(parent, lambda: self._parent_ended(parent_rank))
@@ -338,6 +343,10 @@ _latest: Guard | None = None
 """Of this process's guards, the one whose loop runs, or ran last."""
 _gone: list[Report] = []
 """The processes of this node that have ended: a loop that begins now would wait for them."""
+
+
+def _grace_at_exit() -> tuple[float, bool]:
+    return (children.ENDING, False) if _latest is None else _latest._grace_at_exit
 
 
 def _report(rank: int, error: BaseException) -> Report:

@@ -33,12 +33,16 @@ class Module(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2:
-            print("RANK", self.global_rank, os.getpid(), flush=True)
+            os.write(1, b"at the third step\\n")
             if self.global_rank == 1 and sys.argv[1] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.global_rank == 1 and sys.argv[1] == "stuck":
                 time.sleep(1000)
         return self.moe(batch).pow(2).mean()
+
+    def on_train_end(self):
+        if self.global_rank == 1 and sys.argv[1] == "end":
+            raise ValueError("when the others are done")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -48,6 +52,7 @@ if sys.argv[1] == "early" and os.environ.get("LOCAL_RANK") == "1":
 L.Trainer(
     accelerator="cpu", devices=2, strategy=MoEEPStrategy(ep=2), max_epochs=-1, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    max_steps=3 if sys.argv[1] == "end" else -1,
 ).fit(Module())
 """
 
@@ -103,7 +108,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert process.wait(100) == 1
     text = printed(tmp_path)
     told = "its process was killed by SIGKILL (exit code -9), perhaps by the system for want of memory"
-    assert f"[rank0]: rank 1 failed, and the other ranks end with it: {told}\n" in text
+    assert f"[rank0]: rank 1 failed first: {told}\n" in text
     assert re.search(r"\[rank0\]: rank 0 ended because rank 1 failed first: .*called from training_step", text)
     assert "Traceback" not in text
 
@@ -114,6 +119,15 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     with script("early", tmp_path) as process:
         assert process.wait(60) == 1
     assert "rank 0 ended because rank 1 failed first: its process ended with exit code 1" in printed(tmp_path)
+
+
+@pytest.mark.more
+@contract("Errors", "an exception on one rank after the others are done", "works: the exit status says so")
+def test_a_rank_that_fails_at_the_end(tmp_path: Path) -> None:
+    with script("end", tmp_path) as process:
+        assert process.wait(60) == 1
+    assert "ValueError: when the others are done" in printed(tmp_path)
+    assert "[rank0]: rank 1 failed at its end: its process ended with exit code 1" in printed(tmp_path)
 
 
 SIGNALS = [
@@ -131,7 +145,7 @@ SIGNALS = [
 def test_signals(tmp_path: Path, how: str, signum: signal.Signals, to: str, code: int) -> None:
     """SIGTERM ends with status 0, as in Lightning."""
     with script(how, tmp_path) as process:
-        wait_until(lambda: printed(tmp_path).count("RANK ") == 2, seconds=60, folder=tmp_path)
+        wait_until(lambda: printed(tmp_path).count("at the third step") == 2, seconds=60, folder=tmp_path)
         begin = time.monotonic()
         (os.killpg if to == "all" else os.kill)(process.pid, signum)
         assert process.wait(60) == code
