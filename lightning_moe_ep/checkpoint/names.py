@@ -227,7 +227,7 @@ def optimizer_from_file(
                 states = _convert(states, place.experts.file_shapes, goes_into, place.experts.adapter.from_file, keep)
             state.update({n: states[name] for name, n in place.numbers.items() if states.get(name)})
         own = {"params": [n for place in of_group for n in place.numbers.values()]}
-        groups.append({**group, **own, **{key: ours[key] for key in ("param_names",) if key in ours}})
+        groups.append({**ours, **group, **own, **{key: ours[key] for key in ("param_names",) if key in ours}})
     return {"state": state, "param_groups": groups}
 
 

@@ -39,6 +39,9 @@ def check_stepped(path: Path, module: nn.Module, optimizer: Optimizer, known: Co
 def load_optimizer(path: Path, number: int, module: nn.Module, optimizer: Optimizer, known: Collection[str]) -> None:
     """Fill an optimizer from a folder; every rank calls this.
 
+    An option of a parameter group that the folder lacks (`initial_lr` of a scheduler that was added since, a `name`)
+    stays as the optimizer has it.
+
     Args:
         path: the folder.
         number: of the optimizer.
@@ -64,8 +67,20 @@ def load_optimizer(path: Path, number: int, module: nn.Module, optimizer: Optimi
         raise _lost(path, lost)
     for name in absent:
         del state[name]
+    own = [
+        {key: group.pop(key) for key in list(group) if not _has(saved, f"optimizer_{number}.param_groups.{place}", key)}
+        for place, group in enumerate(wanted["param_groups"])
+    ]
     dcp.load({f"optimizer_{number}": wanted}, storage_reader=reader)
+    for group, kept in zip(wanted["param_groups"], own, strict=True):
+        group.update(kept)
     set_optimizer_state_dict(module, optimizer, wanted, options=StateDictOptions(strict=not absent))
+
+
+def _has(saved: Collection[str], group: str, key: str) -> bool:
+    """Whether a key of a parameter group is to be read; `params` is in any case, so that a missing group is an error."""
+    name = f"{group}.{key}"
+    return key == "params" or name in saved or any(one.startswith(f"{name}.") for one in saved)
 
 
 def _lost(path: Path, names: Sequence[str]) -> KeyError:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_moe_ep.checkpoint.durable import MARKER
@@ -102,3 +103,44 @@ def _loses(of: Run) -> str:
     with pytest.raises(KeyError) as raised:
         _fit(of, 6)
     return str(raised.value)
+
+
+class Grouped(runs.Module):
+    """Its groups have names and a scheduler's `initial_lr`, or neither."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        if not self.hparams.scheduled:
+            for group in made["optimizer"].param_groups:
+                del group["initial_lr"]
+            return made["optimizer"]
+        for number, group in enumerate(made["optimizer"].param_groups):
+            group["name"] = f"group {number}"
+        return made
+
+
+def _groups(of: Run, scheduled: bool, found_in: str | None = None) -> tuple[list[dict[str, Any]], set[float]]:
+    runs.L.seed_everything(of.seed, verbose=False)
+    module = Grouped(of.model, of.optimizer, scheduled=scheduled)
+    fitted = make_trainer(of)
+    fitted.fit(module, ckpt_path=of.resume)
+    if of.save:
+        fitted.save_checkpoint(of.save)
+    if found_in:
+        again = make_trainer(Run(of.at, of.form, options={"default_root_dir": found_in}))
+        finder = Tuner(again).lr_find(module, num_training=4, early_stop_threshold=None, update_attr=False)
+        assert finder is not None and len(finder.results["lr"]) == 4
+    (optimizer,) = fitted.optimizers
+    return optimizer.param_groups, {float(state["step"]) for state in optimizer.state.values()}
+
+
+@forms
+def test_options_that_came_later_are_the_optimizers_own(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    path, place = str(tmp_path / "c.ckpt"), tmp_path / "found"
+    place.mkdir()
+    ranks.run(_groups, Run(EP2, form, save=path), False, str(place), world=2)
+    assert not list(place.iterdir()), "lr_find, whose own scheduler gives groups an initial_lr, cleans up"
+    for groups, steps in ranks.run(_groups, Run(EP2, form, max_steps=runs.N + 1, resume=path), True, world=2):
+        assert [(group["name"], group["initial_lr"]) for group in groups] == [("group 0", 3e-3), ("group 1", 3e-3)]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        assert steps == {runs.N + 1}
