@@ -70,6 +70,15 @@ class ResumableLoader(LoaderAround):
         """Over the whole world."""
         return self._loader.batch_size * self._sampler.sampler.num_replicas
 
+    @property
+    def batches_left(self) -> int:
+        """Batches of each rank from the position to the end of the epoch."""
+        sampler, batches = self._sampler.sampler, self._loader.batch_sampler
+        left = max(0, len(sampler.dataset) - self._position)
+        for size, drops in ((sampler.num_replicas, sampler.drop_last), (self._loader.batch_size, batches.drop_last)):
+            left = left // size if drops else -(-left // size)
+        return left
+
     def __iter__(self) -> Iterator[Any]:
         start = self._given if self._inside_epoch() else 0
         self.__dict__.update(_given=0, _position=start)
@@ -126,7 +135,8 @@ def count_batches_anew(trainer: L.Trainer) -> None:
         return
     done = trainer.num_training_batches
     if not progress.is_last_batch:
-        done = min(done, first.state_dict()["samples"] // first.samples_per_batch)
+        # Counted from the end: the loop waits for as many batches as come, and knows which is the last of the epoch.
+        done = min(done, len(first) - first.batches_left)
     if math.isinf(done):
         return
     current = progress.current

@@ -156,6 +156,73 @@ def test_random_numbers(ranks: RankPool, tmp_path: Path, save_at: int) -> None:
     assert straight[0][1] == straight[1][1], "seed_everything seeds all ranks alike"
 
 
+class Watched(Numbered):
+    """Keeps the numbers of its batches, of those that stepped, of the last ones, and when it was validated."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size, False)
+        self.batches: list[int] = []
+        self.stepped: list[int] = []
+        self.last: list[int] = []
+        self.validated: list[int] = []
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batches.append(batch_idx)
+        if self.trainer.is_last_batch:
+            self.last.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        self.stepped.append(batch_idx)
+        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(self.batches[-1])
+
+
+def _watch(runs: list[tuple[int, int, str | None]], callback: L.Callback | None = None) -> list[tuple[list[Any], ...]]:
+    """Of each batch size, accumulation and checkpoint, what the module kept in an epoch."""
+    modules = []
+    for batch_size, accumulate, resume in runs:
+        L.seed_everything(3, verbose=False)
+        modules.append(Watched(batch_size))
+        fitted = trainer(
+            MoEEPStrategy(ep=1),
+            max_epochs=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            accumulate_grad_batches=accumulate,
+            callbacks=[callback] if callback else [],
+            use_distributed_sampler=True,
+        )
+        fitted.fit(modules[-1], ckpt_path=resume)
+        assert fitted.current_epoch == 1
+    return [(m.seen, m.batches, m.stepped, m.last, m.validated) for m in modules]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_end_of_an_epoch_with_other_batches(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    path = str(tmp_path / "c.ckpt")
+    ranks.run(_watch, [(2, 1, None)], SaveAt(2, path), world=2)
+    behind = 8
+    runs = [(size, accumulate, path) for size in (1, 5, 7, 16) for accumulate in (1, 2, 3)]
+    of_ranks = ranks.run(_watch, runs, world=world)
+    for number, (size, accumulate, _) in enumerate(runs):
+        total, left = (-(-samples // (size * world)) for samples in (SAMPLES, SAMPLES - behind))
+        numbers = list(range(total - left, total))
+        steps = [n for n in numbers if (n + 1) % accumulate == 0 or n == total - 1]
+        seen = []
+        for of_rank in of_ranks:
+            samples, batches, stepped, last, validated = of_rank[number]
+            assert (batches, stepped, last, validated) == (numbers, steps, [total - 1], [total - 1]), (size, accumulate)
+            seen += [sample for batch in samples for sample in batch]
+        assert len(seen) == len(set(seen)) == SAMPLES - behind
+
+
 def _in_plain_lightning(path: str) -> int:
     module = Numbered(4, False)
     plain = L.Trainer(

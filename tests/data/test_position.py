@@ -24,12 +24,18 @@ class Numbers(Dataset[int]):
 
 
 def loaders(
-    length: int, world: int, batch_size: int, inside: bool = True, epoch: int = 3, **options: Any
+    length: int,
+    world: int,
+    batch_size: int,
+    inside: bool = True,
+    epoch: int = 3,
+    sampler_drops: bool = False,
+    **options: Any,
 ) -> list[ResumableLoader]:
     result = []
     for rank in range(world):
         data = Numbers(length)
-        sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True, seed=5)
+        sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True, seed=5, drop_last=sampler_drops)
         loader = DataLoader(data, batch_size=batch_size, sampler=sampler, **options)
         result.append(ResumableLoader(loader, inside_epoch=lambda: inside))
         result[-1].sampler.set_epoch(epoch)
@@ -111,3 +117,14 @@ def test_dropping_the_last() -> None:
     remaining.start = 4
     assert list(remaining) == [5, 7, 9]
     assert list(remaining) == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.parametrize(("drops", "sampler_drops"), [(False, False), (True, False), (False, True)])
+def test_batches_left(world: int, batch_size: int, drops: bool, sampler_drops: bool) -> None:
+    for start in (0, 4, 9, 22, 23, 30):
+        for loader in loaders(23, world, batch_size, sampler_drops=sampler_drops, drop_last=drops):
+            loader.load_state_dict({"samples": start})
+            batches = iter(loader)
+            assert loader.batches_left == len(list(batches))
