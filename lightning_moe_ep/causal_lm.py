@@ -218,6 +218,14 @@ class CausalLMModule(L.LightningModule):
         return loss if aux_loss is None else loss + model.router_aux_loss_coef * share * aux_loss
 
     @override
+    def on_train_start(self) -> None:
+        self._window_loss = 0.0
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self._window_loss = 0.0  # the last epoch may have ended before the optimizer's step
+
+    @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.log("train_loss", self._window_loss, prog_bar=True, sync_dist=True)
         self._window_loss = 0.0

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule, build_pretrained
@@ -186,6 +186,72 @@ def test_the_validation_loss_is_the_mean_over_all_tokens(ranks: RankPool) -> Non
     assert ours == theirs == pytest.approx(right_answer(sizes, weights)[1], rel=1e-5)
 
 
+class Rows(Dataset[dict[str, Tensor]]):
+    """Twelve sequences; the first token of each is its number."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= len(self):
+            raise IndexError
+        row = {name: tensor[0] for name, tensor in make_batch(1, 1 + index % 5, seed=index).items()}
+        row["input_ids"][0] = index
+        return row
+
+
+class Streamed(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return iter(Rows()[index] for index in range(dist.get_rank(), 12, 2))
+
+
+class Resumed(CausalLMModule):
+    """Saves after batch `save_at` of the first epoch."""
+
+    def __init__(self, streams: bool, path: str, save_at: int | None = None) -> None:
+        super().__init__(CONFIG)
+        self.streams, self.path, self.save_at = streams, path, save_at
+        self.batches: list[tuple[int, int, int, int]] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Streamed() if self.streams else Rows(), batch_size=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        number = int(batch["input_ids"][0, 0])
+        self.batches.append((batch_idx, number, self.count_tokens(batch), batch["num_items_in_batch"]))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.save_at:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _resumed(streams: bool, path: str, save_at: int) -> list[list[tuple[int, int, int, int]]]:
+    """The batches of a run that saves, and of one that goes on from there."""
+    modules = [Resumed(streams, path, save_at), Resumed(streams, path)]
+    for module in modules:
+        L.seed_everything(7, verbose=False)
+        fitted = trainer(max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=True)
+        fitted.fit(module, ckpt_path=None if module.save_at else path)
+    return [module.batches for module in modules]
+
+
+def test_an_epoch_goes_on_where_it_was_saved(ranks: RankPool, tmp_path: Path) -> None:
+    # The cosine decay asks for the number of steps, and so for the loader, before a checkpoint is read.
+    for before, after in ranks.run(_resumed, False, str(tmp_path / "rows.ckpt"), 1, world=2):
+        assert [batch[0] for batch in before] == list(range(6))
+        assert after == before[2:]
+
+
+def test_windows_of_a_stream_that_was_saved_inside_of_one(ranks: RankPool, tmp_path: Path) -> None:
+    of_ranks = ranks.run(_resumed, True, str(tmp_path / "stream.ckpt"), 2, world=2)
+    first, second = (after for _, after in of_ranks)
+    # A stream keeps no position: it begins anew, while the batches are counted on.
+    assert [batch[:2] for batch in first] == [(index + 3, 2 * index) for index in range(6)]
+    for index, *_, items in first:
+        assert items == sum(tokens for at, _, tokens, _ in first + second if at // 2 == index // 2)
+
+
 def _plain(max_steps: int, **options: Any) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
@@ -215,6 +281,24 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     decay = [0.02 + 0.08 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
     assert rates.values[4:] == pytest.approx(decay)
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)  # the step that was not taken
+
+
+class EndsInside(CausalLMModule):
+    """Ends its first epoch inside an accumulation window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+def test_the_logged_loss_has_nothing_of_a_window_that_was_left_open() -> None:
+    losses = []
+    for kind in (CausalLMModule, EndsInside):
+        L.seed_everything(7, verbose=False)
+        logged = Logged()
+        module = kind(CONFIG)
+        _plain(1, accumulate_grad_batches=2, callbacks=[logged]).fit(module, Batches((((1, 0), (1, 0)),)))
+        losses.append(logged.values[0]["train_loss"])
+    assert losses[1] == pytest.approx(losses[0])
 
 
 def test_only_matrices_decay() -> None:

@@ -78,7 +78,7 @@ def load_optimizer(path: Path, number: int, module: nn.Module, optimizer: Optimi
 
 
 def _has(saved: Collection[str], group: str, key: str) -> bool:
-    """Whether a key of a parameter group is to be read; `params` is in any case, so that a missing group is an error."""
+    """Whether a key of a parameter group is to be read: `params` is in any case, as without it the group is lost."""
     name = f"{group}.{key}"
     return key == "params" or name in saved or any(one.startswith(f"{name}.") for one in saved)
 

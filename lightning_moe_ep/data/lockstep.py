@@ -22,7 +22,7 @@ from lightning_moe_ep.data.around import LoaderAround
 from lightning_moe_ep.data.host import Host, name_ranks, raise_together
 from lightning_moe_ep.data.position import RemainingSamples
 from lightning_moe_ep.data.split import warn_of_equal_batches
-from lightning_moe_ep.data.window import micro_batches_ahead
+from lightning_moe_ep.data.window import WindowsAhead
 
 Uneven = Literal["stop", "error"]
 """What comes of unequal numbers of batches: all ranks stop with the first that has no more, or raise an error."""
@@ -122,7 +122,7 @@ def in_lockstep(
         host=host,
         name=name,
         length=check_lengths(lengths, name, uneven),
-        window=(lambda: micro_batches_ahead(trainer)) if trainer.training else (lambda: 1),
+        window=WindowsAhead(trainer) if trainer.training else (lambda given: 1),
         count=count,
         uneven=uneven,
         compare=not lengths.exact and host.size > 1,
@@ -144,8 +144,8 @@ class LockstepLoader(LoaderAround):
         host: all ranks.
         name: what the loader is called in messages, such as "train_dataloader".
         length: the batches that each rank takes at most; None: nobody knows.
-        window: how many batches the coming message is about; asked once a message, with the same answer on all ranks.
-            In training it is the optimizer step's.
+        window: from how many batches have been given to how many the coming message is about; asked once a message,
+            with the same answer on all ranks. In training it is the optimizer step's.
         count: the items (usually the tokens that have a label) in one batch of this rank.
         uneven: what comes of a rank that has no more batches while others do.
         compare: whether to warn of ranks that begin with the same batch.
@@ -163,7 +163,7 @@ class LockstepLoader(LoaderAround):
         host: Host,
         name: str,
         length: int | None,
-        window: Callable[[], int],
+        window: Callable[[int], int],
         count: Callable[[Mapping[str, Any]], int] | None = None,
         uneven: Uneven = "stop",
         compare: bool = False,
@@ -198,7 +198,7 @@ class LockstepLoader(LoaderAround):
     def _windows(self, batches: Iterator[Any]) -> Iterator[Any]:
         given = 0
         while self._length is None or given < self._length:
-            size = self._window()
+            size = self._window(given)
             if size < 1:
                 raise ValueError(f"window() returned {size}; a window holds at least 1 batch")
             if self._length is not None:

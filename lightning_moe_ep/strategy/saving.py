@@ -150,6 +150,9 @@ class SavingStrategy(LaunchingStrategy):
         )
         if fitting:
             self._resumption.read(checkpoint)
+            # A module may have asked for `estimated_stepping_batches` in `configure_optimizers`: its loader was then
+            # set up, and begun, before the position was known. Lightning sets it up again, at the position.
+            self.lightning_module.trainer.fit_loop._combined_loader = None
         return checkpoint
 
     @override

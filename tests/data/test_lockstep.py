@@ -51,7 +51,7 @@ class _Shorter(_Twin):
         return [value, 1]
 
 
-def _three() -> int:
+def _three(given: int = 0) -> int:
     return 3
 
 
@@ -121,7 +121,7 @@ def test_each_batch_knows_its_window(data: Dataset[dict[str, Tensor]]) -> None:
 def test_one_message_a_window_and_no_batch_is_changed() -> None:
     batches: list[dict[str, Any]] = [{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]
     sizes, host = iter([1, 2, 5]), _Twin()
-    loader = _windowed(batches, 4, host=host, window=lambda: next(sizes))
+    loader = _windowed(batches, 4, host=host, window=lambda given: next(sizes))
     assert _marks(loader) == [(1, 2, 1), (2, 10, 2), (3, 10, 2), (4, 8, 1)]
     assert host.messages == [[0, 1, 1], [0, 1, 1, 2, 3], [0, 1, 4]], "failed, which batches it has, their tokens"
     assert batches[0] == {"n": 1}
@@ -156,7 +156,7 @@ def test_refuses_batches_that_cannot_carry_the_count() -> None:
 
 def test_refuses_an_empty_window() -> None:
     with pytest.raises(ValueError, match=r"window\(\) returned 0"):
-        next(iter(_windowed([{"n": 1}], window=lambda: 0)))
+        next(iter(_windowed([{"n": 1}], window=lambda given: 0)))
 
 
 def test_attributes_are_those_of_the_loader() -> None:
@@ -273,6 +273,24 @@ def test_a_restart_with_another_window_steps_where_the_trainer_does(tmp_path: Pa
     module = _fit(DataLoader(_Numbers(7)), tmp_path, tmp_path / "step=1.ckpt", max_epochs=1)
     # Two of the seven batches are behind it, and Lightning steps at the third, the sixth and the last.
     assert module.windows == [[(1, 2, 1)], [(10**n, 2_220, 3) for n in (1, 2, 3)], [(10**4, 20_000, 1)]]
+
+
+class _SaveAfter(L.Callback):
+    def __init__(self, batch_idx: int, path: Path) -> None:
+        self.batch_idx, self.path = batch_idx, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == self.batch_idx:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_stream_restarted_inside_a_window_steps_where_the_trainer_does(tmp_path: Path) -> None:
+    path = tmp_path / "c.ckpt"
+    _fit(DataLoader(_Stream()), tmp_path, callbacks=[_SaveAfter(3, path)], max_epochs=1)
+    module = _fit(DataLoader(_Stream()), tmp_path, path)
+    # Four batches are behind it, and the stream begins anew.
+    rest = [[(10**n, 22_200, 3) for n in (2, 3, 4)], [(10**n, 2_200_000, 2) for n in (5, 6)]]
+    assert module.windows == [[(1, 22, 2), (10, 22, 2)], *rest, SEVEN[:3], SEVEN[3:6], SEVEN[6:]]
 
 
 def test_persistent_workers_outlive_a_fit(tmp_path: Path) -> None:
