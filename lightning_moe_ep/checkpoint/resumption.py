@@ -17,7 +17,7 @@ from lightning_moe_ep.checkpoint.agreement import on_every_rank
 from lightning_moe_ep.checkpoint.optimizers import never_stepped
 from lightning_moe_ep.checkpoint.randomness import random_state, restore_random_state
 from lightning_moe_ep.checkpoint.record import KEY, NEVER_STEPPED
-from lightning_moe_ep.data import count_batches_anew, stands_inside_epoch
+from lightning_moe_ep.data import count_batches_anew, give_back_open_batch, stands_inside_epoch
 
 _RANDOM, _LOADERS = "random", "loaders"
 
@@ -51,7 +51,9 @@ class Resumption:
         # In Lightning's own place a Trainer with another strategy would refuse it.
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         if _are_positions(loop.get("combined_loader", [])):
-            checkpoint[KEY][_LOADERS] = loop.pop("combined_loader")
+            positions = checkpoint[KEY][_LOADERS] = loop.pop("combined_loader")
+            if give_back_open_batch(module.trainer, positions):
+                checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def read(self, checkpoint: dict[str, Any]) -> None:
         """Take it out of a checkpoint, before Lightning reads that."""

@@ -122,6 +122,28 @@ def stands_inside_epoch(trainer: L.Trainer) -> bool:
     return progress.current.processed > 0 and not progress.is_last_batch
 
 
+def give_back_open_batch(trainer: L.Trainer, positions: list[dict[str, int]]) -> bool:
+    """Take the batch that is in training out of the loaders' positions, as it is trained again after a restart.
+
+    Args:
+        trainer: saves, after an error for example.
+        positions: of its loaders; changed in place.
+
+    Returns:
+        Whether there is such a batch.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    combined = trainer.fit_loop._combined_loader
+    given: list[Any] = combined.flattened if combined is not None else []
+    loaders = [loader for loader in given if hasattr(loader, "samples_per_batch")]
+    if current.ready == current.processed or len(loaders) != len(positions):
+        return False
+    for loader, position in zip(loaders, positions, strict=True):
+        open_samples = (current.ready - current.processed) * loader.samples_per_batch
+        position["samples"] = max(0, position["samples"] - open_samples)
+    return True
+
+
 def count_batches_anew(trainer: L.Trainer) -> None:
     """Have the epoch's progress, which counts batches, mean the same samples with the loaders that there are now.
 

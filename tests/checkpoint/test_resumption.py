@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -221,6 +222,47 @@ def test_the_end_of_an_epoch_with_other_batches(ranks: RankPool, tmp_path: Path,
             assert (batches, stepped, last, validated) == (numbers, steps, [total - 1], [total - 1]), (size, accumulate)
             seen += [sample for batch in samples for sample in batch]
         assert len(seen) == len(set(seen)) == SAMPLES - behind
+
+
+class Fails(Watched):
+    """Raises in a batch."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(2)
+        self.fails_at = fails_at
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+
+def _fail(folder: str, fails_at: int) -> list[list[int]]:
+    L.seed_everything(3, verbose=False)
+    module = Fails(fails_at)
+    keeps = ModelCheckpoint(folder, filename=str(fails_at), save_on_exception=True)
+    fitted = trainer(
+        MoEEPStrategy(ep=2),
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        callbacks=[keeps],
+        enable_checkpointing=True,
+        use_distributed_sampler=True,
+    )
+    with pytest.raises(ArithmeticError):
+        fitted.fit(module)
+    return module.seen
+
+
+@pytest.mark.parametrize("fails_at", [3, 5])
+def test_the_batch_that_failed_is_trained_again(ranks: RankPool, tmp_path: Path, fails_at: int) -> None:
+    before = ranks.run(_fail, str(tmp_path), fails_at, world=2)
+    after = ranks.run(_watch, [(2, 1, str(tmp_path / f"{fails_at}.ckpt"))], world=2)
+    for ((_, batches, stepped, last, validated),) in after:
+        assert batches == stepped == list(range(fails_at, 6))
+        assert last == validated == [5]
+    runs = [*before, *(seen for ((seen, *_),) in after)]
+    assert sorted(sample for seen in runs for batch in seen for sample in batch) == list(range(SAMPLES))
 
 
 def _in_plain_lightning(path: str) -> int:
