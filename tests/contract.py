@@ -35,8 +35,8 @@ AREAS = (
 
 HEAD = """# What of Lightning works
 
-Every line is a test; `python -m tests.contract` writes this file from them. What is refused raises an error as early as it
-is known, which says what to do instead.
+Every line is a test; `python -m tests.contract` writes this file from them. What is refused raises an error as early as
+it is known, which says what to do instead.
 """
 
 F = TypeVar("F", bound=Callable[..., Any])
