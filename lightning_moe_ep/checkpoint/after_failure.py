@@ -16,7 +16,6 @@ PATIENCE = 3.0
 """Seconds that rank 0 waits for the others; they wait twice as long for its word, which is less than `launch` waits."""
 
 _SAVE = "save"
-_asked = 0
 
 
 def why_not_to_save(step: int, groups: Sequence[dist.ProcessGroup]) -> str | None:
@@ -29,15 +28,14 @@ def why_not_to_save(step: int, groups: Sequence[dist.ProcessGroup]) -> str | Non
     Returns:
         The reason, in words that follow "not saved:".
     """
-    global _asked
-    _asked += 1
     world, rank, store = dist.get_world_size(), dist.get_rank(), default_store()
-    key = f"moe_ep/save_after_failure/{_asked}"
-    here = f"{step} {[group._get_sequence_number_for_group() for group in groups]}"
-    store.set(f"{key}/{rank}", here)
-    others = [f"{key}/{other}" for other in range(world)]
+    here = f"{step}/{'/'.join(str(group._get_sequence_number_for_group()) for group in groups)}"
+    # Ranks that stand elsewhere do not meet here, nor does one that asked when another did not.
+    key = f"moe_ep/save_after_failure/{here}"
+    key = f"{key}/{store.add(f'{key}/asked by {rank}', 1)}"
+    store.set(f"{key}/{rank}", "")
     if rank == 0:
-        word = _word_of_rank_0(store, others)
+        word = _word_of_rank_0(store, [f"{key}/{other}" for other in range(world)])
     elif _wait(store, [f"{key}/word"], 2 * PATIENCE):
         word = ""
     else:
@@ -48,11 +46,10 @@ def why_not_to_save(step: int, groups: Sequence[dist.ProcessGroup]) -> str | Non
 
 
 def _word_of_rank_0(store: dist.Store, keys: Sequence[str]) -> str:
-    if not _wait(store, keys, PATIENCE):
-        missing = [number for number, key in enumerate(keys) if not store.check([key])]
-        return f"rank(s) {missing} did not come to save within {PATIENCE:.0f} s"
-    places = {store.get(key) for key in keys}
-    return _SAVE if len(places) == 1 else "the ranks were stopped at different points of a step"
+    if _wait(store, keys, PATIENCE):
+        return _SAVE
+    missing = [number for number, key in enumerate(keys) if not store.check([key])]
+    return f"rank(s) {missing} did not come to save within {PATIENCE:.0f} s, or stand at another point of the step"
 
 
 def _wait(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
