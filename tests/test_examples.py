@@ -10,7 +10,6 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.cli.processes import REPOSITORY, run_python
-from tests.matrix import mostly_more
 
 RESULTS = {
     "own_model.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
@@ -24,7 +23,8 @@ def test_every_example_is_known() -> None:
     assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} == RESULTS.keys()
 
 
-@pytest.mark.parametrize("name", mostly_more(RESULTS, "own_model.py"))
+@pytest.mark.more
+@pytest.mark.parametrize("name", RESULTS)
 def test_example(name: str, tmp_path: Path) -> None:
     pattern, limit = RESULTS[name]
     (printed,) = run_python([str(REPOSITORY / "examples" / name)], cwd=tmp_path)

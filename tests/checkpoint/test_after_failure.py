@@ -37,6 +37,7 @@ def _reasons(patience: float) -> list[str | None]:
     return reasons
 
 
+@pytest.mark.more
 def test_all_save_or_none(ranks: RankPool) -> None:
     first, second, third = ranks.run(_reasons, 1.0, world=3)
     elsewhere = "rank(s) [1] did not come to save within 1 s, or stand at another point of the step"

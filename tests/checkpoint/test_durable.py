@@ -88,7 +88,7 @@ def killed_saves(folder: Path, before: str, form: str, exchanges: bool) -> tuple
 
 
 WAYS = [
-    ("folder", "folder", True),
+    pytest.param("folder", "folder", True, marks=pytest.mark.more),
     ("folder", "folder", False),
     ("file", "file", False),
     ("link", "folder", False),

@@ -156,7 +156,7 @@ WAYS = [("folder", {}, True), ("folder", {"async_save": True}, "link")]
 IDS = ["at once", "meanwhile"]
 
 
-@pytest.mark.parametrize(("form", "strategy", "save_last"), WAYS, ids=IDS)
+@pytest.mark.parametrize(("form", "strategy", "save_last"), WAYS[1:], ids=IDS[1:])
 def test_killed_trainings_go_on(tmp_path: Path, form: str, strategy: dict[str, Any], save_last: Any) -> None:
     run_and_kill(tmp_path, form, strategy, save_last, kills=3, seed=1)
 

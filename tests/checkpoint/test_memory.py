@@ -54,6 +54,7 @@ for what, source, target, memory in zip(*[iter(sys.argv[3:])] * 4):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux how much memory there is")
+@pytest.mark.more
 def test_memory_is_bounded(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZE))
     record = {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}

@@ -94,6 +94,7 @@ def test_the_curves_are_there(fit: Ran) -> None:
     assert rates == pytest.approx([0.003 * step / 20 for step in (1, 2, 3, 4)])
 
 
+@pytest.mark.more
 def test_the_next_commands_are_real(fit: Ran) -> None:
     (printed,) = run_python(fit.next_command("validate"), cwd=fit.cwd)
     (loss,) = re.findall(r"val_loss\s*│\s*([0-9.]+)", printed)
@@ -109,6 +110,7 @@ def test_the_next_commands_are_real(fit: Ran) -> None:
     assert list(fit.cwd.iterdir()) == []
 
 
+@pytest.mark.more
 def test_a_pretrained_model_and_text_of_ones_own_on_one_device(tmp_path: Path) -> None:
     """Twice in one folder, and with the short forms of the README."""
     config = yaml.safe_load(QUICKSTART.read_text())["model"]["init_args"]["config"]

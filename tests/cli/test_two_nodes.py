@@ -7,6 +7,8 @@ import shlex
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.cli.processes import QUICKSTART, run_python
 from tests.contract import contract
 
@@ -23,6 +25,7 @@ def free_port() -> int:
 
 
 @contract("Launch", "`torchrun` on several nodes")
+@pytest.mark.more
 def test_a_fit_over_two_nodes(tmp_path: Path) -> None:
     port = str(free_port())
     agents = [

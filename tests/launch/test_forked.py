@@ -62,6 +62,7 @@ def run_cells(folder: Path, *cells: str, start: Sequence[str] = ("-c", NOTEBOOK)
     "ends all ranks within seconds; the error is the rank's own, with its traceback; the module keeps the weights from"
     " before, and a warning says so",
 )
+@pytest.mark.more
 def test_cells(tmp_path: Path) -> None:
     run_cells(
         tmp_path,
