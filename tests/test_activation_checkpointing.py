@@ -201,7 +201,6 @@ def compiled(ranks: RankPool, case: Case, *, user: str | None = None, backend: s
 @pytest.mark.parametrize(
     ("kind", "how", "ep"),
     [
-        ("qwen3_moe", "none", 2),
         ("qwen3_moe", "selective", 2),
         ("own_list_deepseek", "selective", 2),
         ("own", "full", 1),

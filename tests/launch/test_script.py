@@ -134,7 +134,6 @@ SIGNALS = [
     pytest.param("busy", signal.SIGINT, "all", 1, id="ctrl-c"),
     pytest.param("busy", signal.SIGTERM, "the first", 0, id="sigterm"),
     pytest.param("stuck", signal.SIGINT, "the first", 1, id="ctrl-c in a wait"),
-    pytest.param("stuck", signal.SIGTERM, "all", 1, id="sigterm in a wait"),
     pytest.param("stuck", signal.SIGKILL, "the first", -9, id="killed"),
 ]
 
@@ -149,9 +148,7 @@ def test_signals(tmp_path: Path, how: str, signum: signal.Signals, to: str, code
         begin = time.monotonic()
         (os.killpg if to == "all" else os.kill)(process.pid, signum)
         assert process.wait(60) == code
-        # Twelve: the machine may do other things.
-        limit = 30 if (how, signum) == ("stuck", signal.SIGTERM) else 12
-        assert time.monotonic() - begin < limit
+        assert time.monotonic() - begin < 12  # the machine may do other things
     if signum == signal.SIGKILL:
         assert "rank 1 ended because rank 0 failed first: its process ended" in printed(tmp_path)
         assert re.search(r"rank 1 was in training_step \(script.py:\d+\)", printed(tmp_path))
