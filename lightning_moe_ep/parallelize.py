@@ -163,30 +163,20 @@ def parallelize(
             ignored_params=whole,
         )
     wrap_forwards(blocks, activation_checkpointing=activation_checkpointing, compiles=compile_blocks)
+    shard = partial(
+        fully_shard,
+        mesh=meshes.dense,
+        offload_policy=offload,
+        shard_placement_fn=placement,
+        ignored_params=whole,
+    )
     for block in blocks:
-        if block in roots:
-            continue
-        fully_shard(
-            block,
-            mesh=meshes.dense,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=inner_policy,
-            offload_policy=offload,
-            shard_placement_fn=placement,
-            ignored_params=whole,
-        )
+        if block not in roots:
+            shard(block, reshard_after_forward=reshard_after_forward, mp_policy=inner_policy)
     for root in roots:
         # None: a root keeps its own weights gathered until backward, which needs them first. A root that is a block
         # (a LightningModule that holds its layers in a list of its own) is one of many, and must not.
-        fully_shard(
-            root,
-            mesh=meshes.dense,
-            reshard_after_forward=reshard_after_forward if root in blocks else None,
-            mp_policy=policy,
-            offload_policy=offload,
-            shard_placement_fn=placement,
-            ignored_params=whole,
-        )
+        shard(root, reshard_after_forward=reshard_after_forward if root in blocks else None, mp_policy=policy)
     gather_anew_when_changed(model)
     keep_methods(model, roots)
     guard_peft(model)
