@@ -33,8 +33,13 @@ def cut(full: Tensor, like: DTensor, *, device: torch.device | None = None) -> D
         raise ValueError(f"a tensor of shape {list(full.shape)} cannot fill one of shape {list(like.shape)}")
     local = full[part_of(like)]
     local = local.to(device or like._local_tensor.device, copy=True, memory_format=torch.contiguous_format)
+    return of_part(local, like)
+
+
+def of_part(part: Tensor, like: DTensor) -> DTensor:
+    """The DTensor of which this rank has `part`, sharded as `like` is; also where parts are uneven or empty."""
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_moe_ep.experts import choice_biases
 from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import local_tensor
+from lightning_moe_ep.shards import of_part
 
 
 class ShardedWeightAveraging(L.Callback):
@@ -193,11 +194,12 @@ class ShardedWeightAveraging(L.Callback):
         return self._sharded(self._trained)
 
     def _sharded(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: _sharded_as(self._tensors[first], shards[first])
-            for name, first in self._names.items()
-            if first in shards
-        }
+        sharded = {}
+        for name, first in self._names.items():
+            if first in shards:
+                shard, like = shards[first], self._tensors[first]
+                sharded[name] = of_part(shard, like) if isinstance(like, DTensor) else shard
+        return sharded
 
     def make(self) -> dict[str, Tensor]:
         """Averages to be filled from a checkpoint, sharded."""
@@ -240,11 +242,3 @@ def averaging_of(trainer: L.Trainer) -> ShardedWeightAveraging | None:
 def _like(shard: Tensor) -> Tensor:
     """Room for the average of a shard."""
     return torch.empty_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
-
-
-def _sharded_as(tensor: Tensor, shard: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )

@@ -23,7 +23,7 @@ from lightning_moe_ep.checkpoint.recipes import Recipe
 from lightning_moe_ep.checkpoint.safetensors_files import whole
 from lightning_moe_ep.checkpoint.unconverted import unconverted
 from lightning_moe_ep.experts import plain_class
-from lightning_moe_ep.shards import part_of
+from lightning_moe_ep.shards import of_part, part_of
 
 _OUTDATED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that models once saved, and now compute."""
@@ -165,9 +165,7 @@ class Place:
             return
         value: Tensor = self.target
         if isinstance(like := self.tensor, DTensor):
-            value = DTensor.from_local(
-                value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-            )
+            value = of_part(value, like)
         if isinstance(self.tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
         for slots, key in self.slots:
