@@ -39,7 +39,6 @@ from lightning_moe_ep.experts import (
     is_spread,
     lone_expert_parameters,
     mark_spread,
-    modules_called,
     spread_experts,
 )
 from lightning_moe_ep.fsdp import gather_anew_when_changed
@@ -49,8 +48,7 @@ from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
 from lightning_moe_ep.towers import keep_ranks_together
 from lightning_moe_ep.transformers_models import keep_methods
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+from lightning_moe_ep.units import find_units, shard_dim, stay_whole
 
 
 def parallelize(
@@ -119,13 +117,9 @@ def parallelize(
     for found in experts:
         found.adapter.prepare()
     make_dispatcher = dispatcher_class(dispatcher)
-    roots = list(roots) if roots is not None else [model]
-    sequences = find_blocks(model, experts)
-    blocks = [block for sequence in sequences for block in sequence]
     policy = mp_policy or MixedPrecisionPolicy()
-    named = modules_called(model, fp32_modules)
-    in_fp32 = named if policy.param_dtype is not None else []
-    _check_shared_parameters(model, [*in_fp32, *blocks, *roots])
+    units = find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
+    roots, blocks = units.roots, units.blocks
 
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
@@ -151,7 +145,7 @@ def parallelize(
     whole = {*lone_expert_parameters(model), *biases}
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    for module in in_fp32:
+    for module in units.in_fp32:
         for parameter in module.parameters():
             parameter.data = parameter.data.float()
         fully_shard(
@@ -180,9 +174,9 @@ def parallelize(
     gather_anew_when_changed(model)
     keep_methods(model, roots)
     guard_peft(model)
-    keep_ranks_together(model, roots, sequences, meshes.host_group)
+    keep_ranks_together(model, roots, units.sequences, meshes.host_group)
     if meshes.layout.fsdp > 1:
-        for sequence in sequences:
+        for sequence in units.sequences:
             _prefetch([block for block in sequence if block not in roots])
     if pretrained is not None:
         device = torch.device(meshes.dense.device_type)
@@ -235,62 +229,10 @@ def _prefetch(blocks: Sequence[nn.Module]) -> None:
         block.set_modules_to_forward_prefetch([following])
 
 
-def top_level_modules(parent: nn.Module) -> list[nn.Module]:
-    """The children of `parent` that own parameters, with containers that cannot be called replaced by their members."""
-    found: list[nn.Module] = []
-    for child in parent.children():
-        if next(child.parameters(), None) is None:
-            continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += top_level_modules(child)
-        else:
-            found.append(child)
-    return found
-
-
-def find_blocks(model: nn.Module, experts: Sequence[ExpertsModule]) -> list[list[nn.Module]]:
-    """The transformer blocks: members of the innermost ModuleList (else ModuleDict or Sequential) around experts.
-
-    The members beside those with experts count too (the dense layers of a mixed model).
-
-    Returns:
-        The blocks of each container, in its order; inner containers come first.
-    """
-    containers: dict[str, nn.Module] = {}
-    for found in experts:
-        path = found.name.split(".")
-        ancestors = [".".join(path[:length]) for length in range(len(path) - 1, -1, -1)]
-        around = [(name, model.get_submodule(name)) for name in ancestors]
-        if found.adapter.block is not None:
-            around = around[[module for _, module in around].index(found.adapter.block) :]
-        lists = [(name, m) for name, m in around if isinstance(m, nn.ModuleList)]
-        others = [(name, m) for name, m in around if isinstance(m, _CONTAINERS)]
-        containers.update((lists or others)[:1])
-    inner_first = sorted(containers, key=lambda name: -name.count("."))
-    return [
-        [
-            member
-            for member in containers[name].children()
-            if next(member.parameters(), None) is not None and not isinstance(member, nn.ModuleList | nn.ModuleDict)
-        ]
-        for name in inner_first
-    ]
-
-
-def _stay_whole(parameters: Sequence[nn.Parameter], meshes: Meshes, policy: MixedPrecisionPolicy) -> bool:
-    """Whether FSDP2 has nothing to do for the experts' weights: no other rank has them, and no cast is asked for.
-
-    torch 2.13: at efsdp=1 it would copy the whole slice for each forward and backward, and its gradient once more.
-    """
-    layout = meshes.layout
-    alone = layout.ep > 1 and layout.efsdp == 1 and layout.replicate == 1
-    return alone and all(policy.param_dtype in (None, p.dtype) for p in parameters)
-
-
 def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     parameters = {name: found.module.get_parameter(name) for name in found.adapter.parameters}
-    by_fsdp = offloaded or not _stay_whole(list(parameters.values()), meshes, policy)
+    by_fsdp = offloaded or not stay_whole((p.dtype for p in parameters.values()), meshes.layout, policy)
     ep, first = meshes.layout.ep, 0
     if ep > 1:
         mesh = meshes.ep_mesh
@@ -345,32 +287,7 @@ def _expert_placement(
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if id(parameter) not in of_experts:
             return None
-        return ShardPlacementResult(placement=Shard(_shard_dim(parameter, meshes.layout.efsdp)), mesh_info=info)
+        dim = shard_dim(parameter._local_tensor.shape, meshes.layout.efsdp)
+        return ShardPlacementResult(placement=Shard(dim), mesh_info=info)
 
     return placement
-
-
-def _shard_dim(parameter: nn.Parameter, efsdp: int) -> int:
-    """0, unless only dimension 1 divides evenly: FSDP2 pads dimension 0 and takes no uneven other one."""
-    num_local, *width = parameter._local_tensor.shape
-    return 1 if num_local % efsdp and width and width[0] % efsdp == 0 else 0
-
-
-def _check_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """A parameter shared by two units would be sharded in one and silently stay behind, untied, in the other."""
-    taken: set[nn.Module] = set()
-    owner: dict[int, tuple[int, str]] = {}
-    names = {module: name for name, module in model.named_modules()}
-    for number, unit in enumerate(units):
-        for module in unit.modules():
-            if module in taken:
-                continue
-            taken.add(module)
-            for key, parameter in module.named_parameters(recurse=False):
-                name = f"{names[module]}.{key}"
-                number_before, name_before = owner.setdefault(id(parameter), (number, name))
-                if number_before != number:
-                    raise ValueError(
-                        f"{name_before} and {name} are one parameter, but in modules that FSDP2 shards apart; put both"
-                        " under one module with a forward of its own, or untie them"
-                    )

@@ -33,6 +33,7 @@ FLOORS = {
     "lora": 2,
     "optimizers": 2,
     "towers": 2,
+    "units": 2,
     "activation_checkpointing": 1,
     "transformers_models": 1,
     "callbacks": 2,

@@ -44,12 +44,12 @@ from lightning_moe_ep.parallelize import (
     check_options,
     check_parallelized,
     parallelize,
-    top_level_modules,
 )
 from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
 from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
 from lightning_moe_ep.strategy.stepping import SteppingStrategy
+from lightning_moe_ep.units import top_level_modules
 
 
 class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
