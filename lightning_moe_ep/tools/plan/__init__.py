@@ -1,0 +1,1 @@
+"""What a run will need, layout by layout, before it starts."""
