@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.dispatch import AllToAllDispatcher, ExpertGroup
 from lightning_moe_ep.tools.plan.exchange import Message, Rows
+from lightning_moe_ep.rows import is_recomputation
 from tests.parity import Case, CaseModule, trainer
 
 Sent = dict[tuple[str, str], float]
@@ -73,9 +74,10 @@ class CountSent(L.Callback):
             self._patches.enter_context(patch.object(dist, name, counting(name, getattr(dist, name))))
 
         def routing(original: Any) -> Any:
-            def call(dispatcher: AllToAllDispatcher, hidden: Tensor, index: Tensor, *args: Any) -> Any:
-                self.routed.append(rows_of(index, dispatcher.expert_group))
-                return original(dispatcher, hidden, index, *args)
+            def call(dispatcher: AllToAllDispatcher, hidden: Tensor, index: Tensor, *args: Any, **options: Any) -> Any:
+                if not is_recomputation():
+                    self.routed.append(rows_of(index, dispatcher.expert_group))
+                return original(dispatcher, hidden, index, *args, **options)
 
             return call
 

@@ -14,8 +14,6 @@ from tests.parity import Case, CaseModule
 from tests.pool import RankPool
 from tests.tools.plan.counting import counted, predicted, rows_between
 
-FSDP_OPTIONS = ("reduce_every_micro_batch",)
-
 
 def shapes_of_case(case: Case, modules: type[CaseModule] = CaseModule) -> ModelShapes:
     module = modules(case)
@@ -55,6 +53,51 @@ GATHERED = {"dispatcher": "all_gather"}
     ],
 )
 def test_all_gather_and_fsdp_to_the_byte(ranks: RankPool, case: Case) -> None:
+    expected = predicted(plan(case, shapes_of_case(case)).messages)
+    for sent, _, _ in ranks.run(counted, case, world=case.world):
+        assert sent == expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ep=2, world=2, tokens=((16,), (7,)), strategy={"dispatcher": "all_to_all"}),
+        Case(
+            kind="qwen3_moe",
+            world=4,
+            precision="bf16-true",
+            strategy={"dispatcher": "all_to_all", "activation_checkpointing": "full", "combine_dtype": "float32"},
+        ),
+        Case(
+            world=2,
+            tokens=((1024,),),
+            strategy={"dispatcher": "overlapped", "activation_checkpointing": "selective", "reshard_after_forward": False},
+        ),
+    ],
+)
+def test_all_to_all_to_the_byte_given_the_routing(ranks: RankPool, case: Case) -> None:
+    shapes = shapes_of_case(case)
+    results = ranks.run(counted, case, world=case.world)
+    routed = [routed for _, _, routed in results]
+    for rank, (sent, _, _) in enumerate(results):
+        rows = rows_between(routed, rank, case.ep)
+        names = [experts.name for experts in shapes.experts]
+        assert len(rows) == len(names)
+        assert sent == predicted(plan(case, shapes, rows=dict(zip(names, rows, strict=True))).messages)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kind="qwen3_moe", world=2, strategy={**GATHERED, "activation_checkpointing": "full"}),
+        Case(kind="own", world=2, strategy={**GATHERED, "activation_checkpointing": "full"}),
+        Case(kind="qwen3_moe", world=2, strategy={**GATHERED, "activation_checkpointing": "selective"}),
+        Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.gate|layers.0|embed"),
+        Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.experts"),
+        Case(kind="mixtral", world=2, ep=1, precision="bf16-mixed", strategy={"fp32_modules": ["mlp.gate"]}),
+    ],
+)
+def test_all_gather_recomputed_frozen_in_fp32(ranks: RankPool, case: Case) -> None:
     expected = predicted(plan(case, shapes_of_case(case)).messages)
     for sent, _, _ in ranks.run(counted, case, world=case.world):
         assert sent == expected
