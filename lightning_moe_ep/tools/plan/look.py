@@ -87,9 +87,7 @@ def _looked_up(model: nn.Module) -> list[nn.Parameter]:
     return [table for table in tables if table not in others]
 
 
-def _run(
-    whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int
-) -> tuple[float, dict[str, Routing]]:
+def _run(whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int) -> tuple[float, dict[str, Routing]]:
     """Operations of one token's forward, but for the experts', and what is seen of the routing."""
     kept = 0
     at_experts: dict[str, int] = {}

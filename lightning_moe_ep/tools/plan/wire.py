@@ -19,6 +19,7 @@ from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.tools.plan.exchange import (
     Exchanged,
+    Group,
     Message,
     Rows,
     all_gather,
@@ -72,19 +73,32 @@ class Wire:
     """What a rank sends in an optimizer step."""
 
     messages: tuple[Message, ...]
-    intra: float
-    """Bytes to other ranks of its node."""
 
-    inter: float
-    """Bytes to other nodes."""
+    inside: Mapping[tuple[Group, bool], float]
+    """By the group, and whether it is an all-to-all: the share of a message that stays in the rank's node."""
+
+    @property
+    def intra(self) -> float:
+        """Bytes to other ranks of its node."""
+        return sum(self._intra(message) for message in self.messages)
+
+    @property
+    def inter(self) -> float:
+        """Bytes to other nodes."""
+        return sum(message.nbytes - self._intra(message) for message in self.messages)
+
+    def _intra(self, message: Message) -> float:
+        return message.nbytes * self.inside[message.group, message.collective == "all_to_all"]
+
+    def of(self, *, is_exchange: bool) -> tuple[float, float, int]:
+        """Bytes inside and between nodes, and collectives, of what dispatchers send or of all else."""
+        messages = [message for message in self.messages if (message.group == "ep") == is_exchange]
+        intra = sum(map(self._intra, messages))
+        return intra, sum(message.nbytes for message in messages) - intra, sum(message.calls for message in messages)
 
     @property
     def nbytes(self) -> float:
         return sum(message.nbytes for message in self.messages)
-
-    @property
-    def calls(self) -> int:
-        return sum(message.calls for message in self.messages)
 
     def where(self, accept: Callable[[Message], bool]) -> float:
         """Bytes of some of the messages."""
@@ -122,9 +136,13 @@ def wire_of(
             messages += (_times(message, step.micro_batches) for message in once)
     messages += _of_boundary(shapes, layout, step)
     messages = [message for message in messages if message.nbytes]
-    shares = {group: _share_inside(group, layout, devices_per_node) for group in {m.group for m in messages}}
-    intra = sum(message.nbytes * shares[message.group][message.collective != "all_to_all"] for message in messages)
-    return Wire(tuple(messages), intra=intra, inter=sum(message.nbytes for message in messages) - intra)
+    groups = {message.group for message in messages}
+    inside = {
+        (group, everyone): _share_inside(group, layout, devices_per_node, to_everyone=everyone)
+        for group in groups
+        for everyone in (False, True)
+    }
+    return Wire(tuple(messages), inside)
 
 
 def host_calls(shapes: ModelShapes, layout: Layout, step: Step, *, equal_tokens: bool) -> int:
@@ -172,9 +190,7 @@ def _times(message: Message, number: int) -> Message:
 def _of_experts(layer: Exchanged, layout: Layout, step: Step, rows: Rows | None) -> Iterator[Message]:
     recomputed = step.activation_checkpointing == "full"
     if step.dispatcher == "all_gather":
-        return all_gather(
-            layer, step.tokens, ep=layout.ep, combine_dtype=step.combine_dtype, recomputed=recomputed
-        )
+        return all_gather(layer, step.tokens, ep=layout.ep, combine_dtype=step.combine_dtype, recomputed=recomputed)
     return all_to_all(
         layer,
         rows or uniform_rows(step.tokens, ep=layout.ep, num_experts=layer.num_experts, top_k=layer.top_k),
@@ -226,7 +242,8 @@ def _of_fsdp(shapes: ModelShapes, layout: Layout, step: Step) -> Iterator[Messag
     again = _gathered_in_backward(shapes, units) if step.reshard else set()
     for unit, groups in units:
         for number, group in enumerate(groups):
-            kind, over = ("experts", "efsdp") if group.is_expert else ("weights", "fsdp")
+            kind = "experts" if group.is_expert else "weights"
+            over: Group = "efsdp" if group.is_expert else "fsdp"
             others, copies = group.ranks - 1, layout.replicate
             if others:
                 nbytes = others * group.gathered * step.micro_batches
@@ -274,11 +291,12 @@ def _of_boundary(shapes: ModelShapes, layout: Layout, step: Step) -> Iterator[Me
         yield Message("norm", "step", "world", 2 * NORM_BYTES * (world - 1) // world, "all_reduce")
 
 
-def _share_inside(group: str, layout: Layout, devices_per_node: int) -> dict[bool, float]:
-    """What share of a message over `group` stays in a rank's node: of one around a ring, and of one to each other rank.
+def _share_inside(group: Group, layout: Layout, devices_per_node: int, *, to_everyone: bool) -> float:
+    """What share of a message over `group` stays in a rank's node.
 
-    A ring that is laid node by node crosses from each node to the next once, for all of its m ranks there; of what
-    such a rank sends, the m-th part leaves the node, and all of it if it is alone there.
+    Where each rank sends to each other, that is the share of those in its node. A ring that is laid node by node
+    crosses from each node to the next once, for all of its m ranks there: of what such a rank sends, the m-th part
+    leaves the node, and all of it if it is alone there.
     """
     stride, size = {
         "ep": (1, layout.ep),
@@ -289,8 +307,8 @@ def _share_inside(group: str, layout: Layout, devices_per_node: int) -> dict[boo
     }[group]
     neighbours = _fewest_neighbours(stride, size, layout.world, devices_per_node)
     if neighbours == size:
-        return {True: 1.0, False: 1.0}
-    return {True: 1 - 1 / neighbours, False: (neighbours - 1) / (size - 1)}
+        return 1.0
+    return (neighbours - 1) / (size - 1) if to_everyone else 1 - 1 / neighbours
 
 
 @cache

@@ -69,7 +69,15 @@ GATHERED = {"dispatcher": "all_gather"}
         Case(ep=2, world=2, tokens=((16, 16), (8, 3)), strategy=GATHERED, steps=2),
         Case(kind="qwen3_moe", ep=1, world=2, precision="bf16-mixed", clip=0.1),
         Case(kind="qwen3_moe", ep=2, world=4, precision="bf16-true", strategy=GATHERED),
-        Case(kind="own", model={"num_experts": 6}, ep=2, world=4, replicate=2, tokens=((16, 16),), strategy={**GATHERED, "reduce_every_micro_batch": True}),
+        Case(
+            kind="own",
+            model={"num_experts": 6},
+            ep=2,
+            world=4,
+            replicate=2,
+            tokens=((16, 16),),
+            strategy={**GATHERED, "reduce_every_micro_batch": True},
+        ),
     ],
 )
 def test_all_gather_and_fsdp_to_the_byte(ranks: RankPool, case: Case) -> None:
@@ -91,7 +99,11 @@ def test_all_gather_and_fsdp_to_the_byte(ranks: RankPool, case: Case) -> None:
         Case(
             world=2,
             tokens=((1024,),),
-            strategy={"dispatcher": "overlapped", "activation_checkpointing": "selective", "reshard_after_forward": False},
+            strategy={
+                "dispatcher": "overlapped",
+                "activation_checkpointing": "selective",
+                "reshard_after_forward": False,
+            },
         ),
     ],
 )
@@ -134,7 +146,9 @@ def test_all_to_all_within_two_percent_under_uniform_routing(ranks: RankPool, wo
             assert nbytes == pytest.approx(expected[key], rel=0.02), key
 
 
-@pytest.mark.parametrize(("dispatcher", "equal", "calls"), [("all_gather", False, 4), ("all_gather", True, 0), ("all_to_all", False, 0)])
+@pytest.mark.parametrize(
+    ("dispatcher", "equal", "calls"), [("all_gather", False, 4), ("all_gather", True, 0), ("all_to_all", False, 0)]
+)
 def test_what_goes_over_the_host_is_told_apart(ranks: RankPool, dispatcher: str, equal: bool, calls: int) -> None:
     case = Case(tokens=((16, 16),), strategy={"dispatcher": dispatcher, "equal_tokens": equal})
     shapes, _ = shapes_and_look(case)
