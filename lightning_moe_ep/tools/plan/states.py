@@ -77,19 +77,9 @@ def observe_states(model: nn.Module, configure: Callable[[nn.Module], Any] | Non
         NotImplementedError: an optimizer that does not work on sharded parameters, or one that keeps something that is
             neither of the parameter's size nor of a size that all have.
     """
-    assumed = None
     with no_data():
         names = {parameter: name for name, parameter in without_data(model).items()}
-        configured: Any = None
-        if configure is not None:
-            configured = configure(model)
-        elif isinstance(model, L.LightningModule):
-            try:
-                configured = _configured(model)
-            except Exception as error:  # the user's own code, which may ask for what there is only in a run
-                assumed = f"configure_optimizers of {type(model).__name__} cannot be asked without a run: {error}"
-        optimizers = list(_optimizers_in(configured)) or [adamw(model)]
-        check_optimizers(optimizers)
+        optimizers, assumed = _optimizers_of(model, configure)
         states: dict[str, State] = {}
         intermediate, whole_model = 0.0, False
         for optimizer in optimizers:
@@ -103,6 +93,40 @@ def observe_states(model: nn.Module, configure: Callable[[nn.Module], Any] | Non
         intermediate=intermediate,
         assumed=assumed,
     )
+
+
+def observe_local_states(model: nn.Module, configure: Callable[[nn.Module], Any] | None = None) -> int:
+    """The bytes that optimizers keep on this rank of a parallel model, whose parameters become plain and local.
+
+    Args:
+        model: on the meta device; useless afterwards.
+        configure: as for `observe_states`.
+    """
+    with no_data():
+        without_data(model)
+        optimizers, _ = _optimizers_of(model, configure)
+        for optimizer in optimizers:
+            _step(optimizer)
+        kept = [v for each in optimizers for state in each.state.values() for v in state.values()]
+        return sum(value.numel() * value.element_size() for value in kept if isinstance(value, Tensor))
+
+
+def _optimizers_of(
+    model: nn.Module, configure: Callable[[nn.Module], Any] | None
+) -> tuple[list[Optimizer], str | None]:
+    """The optimizers, and why they are not the run's own, if they are not."""
+    configured: Any = None
+    assumed = None
+    if configure is not None:
+        configured = configure(model)
+    elif isinstance(model, L.LightningModule):
+        try:
+            configured = _configured(model)
+        except Exception as error:  # the user's own code, which may ask for what there is only in a run
+            assumed = f"configure_optimizers of {type(model).__name__} cannot be asked without a run: {error}"
+    optimizers = list(_optimizers_in(configured)) or [adamw(model)]
+    check_optimizers(optimizers)
+    return optimizers, assumed
 
 
 def _configured(module: L.LightningModule) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 # Private; read at torch 2.13.0. A test fails when they move.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 
 
 def no_data() -> FakeTensorMode:
@@ -49,6 +50,8 @@ class Tracker(MemTracker):
 def without_data(model: nn.Module) -> dict[str, nn.Parameter]:
     """Replace every parameter and buffer by one of the same shape, dtype and ties; inside of `no_data`.
 
+    Those of a parallel model become plain ones, of the shape of this rank's part.
+
     Returns:
         The parameters, by their first name.
     """
@@ -60,7 +63,8 @@ def without_data(model: nn.Module) -> dict[str, nn.Parameter]:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    shape = tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
+                    empty = torch.empty(shape, dtype=tensor.dtype, device="cpu")
                     made[id(tensor)] = empty
                     if isinstance(tensor, nn.Parameter):
                         parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
