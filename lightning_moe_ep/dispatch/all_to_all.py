@@ -44,7 +44,7 @@ class AllToAllDispatcher(Dispatcher):
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
         group = self.expert_group
         dtype = group.sum_dtype(hidden.dtype, hidden=hidden.dtype)
-        chunks = once(lambda: plan_chunks(top_k_index, group, self.num_chunks(len(hidden))))
+        chunks = once(lambda: self._plan(top_k_index))
         weights = top_k_weights.flatten()
         arriving = [Exchange(hidden.index_select(0, c.sent_tokens), c.rows, group.group) for c in chunks]
         routing = [chunk.exchange_routing(weights, group.group) for chunk in chunks]
@@ -75,6 +75,9 @@ class AllToAllDispatcher(Dispatcher):
                 pairs_of_expert=chunk.groups.sizes,
             )
         return torch.cat(outputs).to(hidden.dtype)
+
+    def _plan(self, top_k_index: Tensor) -> list[Chunk]:
+        return plan_chunks(top_k_index, self.expert_group, self.num_chunks(len(top_k_index)))
 
 
 @dataclass(frozen=True)
