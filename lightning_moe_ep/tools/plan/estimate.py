@@ -35,6 +35,11 @@ class Time:
     fastest: float
     slowest: float
 
+    @property
+    def middle(self) -> float:
+        """Between the bounds: what layouts are put in an order by."""
+        return (self.fastest + self.slowest) / 2
+
 
 def time_of(wire: Wire, look: Look, step: Step, machine: Machine) -> Time | None:
     """The time of a step; None: the machine's operations or bandwidths a second are not known.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import comb
 from typing import Literal
 
 from lightning_moe_ep.dispatch import CombineDtype
+from lightning_moe_ep.dispatch.auto import distinct_remote_ranks
 from lightning_moe_ep.dispatch.overlapped import CHUNKS, MIN_TOKENS
 
 Phase = Literal["forward", "backward", "step"]
@@ -87,7 +87,7 @@ class Exchanged:
 
 def uniform_rows(num_tokens: int, *, ep: int, num_experts: int, top_k: int) -> Rows:
     """The expected rows of a rank where each token draws its experts uniformly, without replacement."""
-    ranks = (ep - 1) * (1 - comb(num_experts - num_experts // ep, top_k) / comb(num_experts, top_k))
+    ranks = distinct_remote_ranks(ep=ep, num_experts=num_experts, top_k=top_k)
     rows, pairs = num_tokens * ranks, num_tokens * top_k * (ep - 1) / ep
     return Rows(sent=rows, received=rows, pairs_sent=pairs, pairs_received=pairs)
 
