@@ -181,6 +181,6 @@ def reason_for(best: Row, rows: Sequence[Row]) -> str:
         return f"it fits without computing anything twice, where {than} does not"
     ours, theirs = best.wire, other.wire
     return (
-        f"it sends {ours.intra / 1e9:,.3g} GB inside and {ours.inter / 1e9:,.3g} GB between nodes a step and rank, where"
-        f" {than} sends {theirs.intra / 1e9:,.3g} and {theirs.inter / 1e9:,.3g} GB"
+        f"a rank sends {ours.intra / 1e9:,.3g} GB inside and {ours.inter / 1e9:,.3g} GB between nodes a step; with"
+        f" {than} {theirs.intra / 1e9:,.3g} and {theirs.inter / 1e9:,.3g} GB"
     )

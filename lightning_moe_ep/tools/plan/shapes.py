@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -139,7 +140,21 @@ class ModelShapes:
 
     def of_unit(self, name: str | None) -> Iterator[ParameterShape]:
         """The parameters of a unit; None: those of none."""
-        return (parameter for parameter in self.parameters if parameter.unit == name)
+        return iter(self._by_unit.get(name, ()))
+
+    @cached_property
+    def _by_unit(self) -> dict[str | None, list[ParameterShape]]:
+        found: dict[str | None, list[ParameterShape]] = {}
+        for parameter in self.parameters:
+            found.setdefault(parameter.unit, []).append(parameter)
+        return found
+
+    @cached_property
+    def _dtypes_of_experts(self) -> dict[str | None, set[torch.dtype]]:
+        found: dict[str | None, set[torch.dtype]] = {}
+        for parameter in self.parameters:
+            found.setdefault(parameter.experts, set()).add(parameter.dtype)
+        return found
 
     def unit(self, name: str) -> UnitShape:
         return next(unit for unit in self.units if unit.name == name)
@@ -153,7 +168,7 @@ class ModelShapes:
             return False
         if parameter.experts is None or cpu_offload:
             return True
-        dtypes = (other.dtype for other in self.parameters if other.experts == parameter.experts)
+        dtypes = self._dtypes_of_experts[parameter.experts]
         return not stay_whole(dtypes, layout, FSDP2Precision(self.precision).policy)
 
     def check_layout(self, layout: Layout) -> None:
