@@ -199,7 +199,7 @@ class CausalLMModule(L.LightningModule):
         batch = _never_empty(batch)
         is_global = self.hparams.aux_loss == "global"
         output = self(batch, **({"output_router_logits": True} if is_global else {}))
-        total, tokens = _summed_loss(output.logits, batch["labels"])
+        total, tokens = summed_loss(output.logits, batch["labels"])
         accumulated = self.trainer.accumulate_grad_batches
         if "num_items_in_batch" in batch:
             # Averaging over the world, and Lightning's division by the window, cancel these factors.
@@ -242,7 +242,7 @@ class CausalLMModule(L.LightningModule):
 
     def _update_loss(self, batch: Mapping[str, Tensor]) -> None:
         batch = _never_empty(batch)
-        total, tokens = _summed_loss(self(batch).logits, batch["labels"])
+        total, tokens = summed_loss(self(batch).logits, batch["labels"])
         self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
 
     @override
@@ -311,7 +311,7 @@ def _never_empty(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
-def _summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy, in nats, of predicting each label from what is before it, and how many there were.
 
     Args:

@@ -281,7 +281,7 @@ def shapes_of(
             UnitShape(
                 name=paths[module],
                 role="block" if module in blocks and role != "fp32" else role,
-                kind=_kind(module),
+                kind=kind_of(module),
                 gathered=torch.float32 if role == "fp32" else policy.param_dtype,
                 reduced=torch.float32 if role == "fp32" else policy.reduce_dtype,
                 prefetches=following.get(module),
@@ -355,7 +355,8 @@ def _width_of(router: nn.Module | None, num_experts: int) -> int | None:
     return next((w.shape[1] for w in shapes if w.ndim == 2 and w.shape[0] == num_experts), None)
 
 
-def _kind(module: nn.Module) -> str:
+def kind_of(module: nn.Module) -> str:
+    """Equal for modules of the same classes with the same parameters and buffers: what one takes, the others do."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     classes = sorted({type(part).__qualname__ for part in module.modules()})
     return repr(
