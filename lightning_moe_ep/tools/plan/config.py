@@ -91,7 +91,7 @@ def configured(module: L.LightningModule) -> L.LightningModule:
         ValueError: its code makes weights for real, which `from_pretrained` does.
     """
     # What CausalLMModule, and others that leave the weights to the strategy, ask of their Trainer.
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(materializes_meta=True), datamodule=None)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(materializes_meta=True), datamodule=None)
     try:
         with torch.device("meta"):
             module.configure_model()

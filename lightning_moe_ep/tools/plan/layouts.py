@@ -60,26 +60,20 @@ class Needs:
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int
-    gathered: int
-    """Of weights that FSDP2 has gathered, and its buffers, at the moment of the peak."""
+    """State."""
 
-    activations: int
-    """Of all else at that moment: activations, rows, gradients on their way."""
+    buffers: int
+    offloaded: int
+    """Of these, in memory of the host."""
+
+    at_peak: dict[str, int]
+    """What is on the device at the moment of a step at which most is, by what it is."""
 
     peak: int
-    """The most at any moment of a step."""
+    """All of that, with intermediate results of the optimizer."""
 
-    @property
-    def parts(self) -> dict[str, int]:
-        return {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer,
-            "buffers": self.buffers,
-            "gathered weights": self.gathered,
-            "activations": self.activations,
-        }
+    where: str
+    """That moment."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ def _order(row: Row) -> tuple[float, ...]:
 def _too_large(needs: Needs, memory: int | None) -> str | None:
     if memory is None or needs.peak <= memory * (1 - KEPT_FREE):
         return None
-    largest = sorted(needs.parts.items(), key=lambda part: -part[1])[:2]
+    largest = sorted(needs.at_peak.items(), key=lambda part: -part[1])[:2]
     of = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in largest)
     return f"{needs.peak / 2**30:,.1f} GiB of {memory * (1 - KEPT_FREE) / 2**30:,.1f}: {of}"
 

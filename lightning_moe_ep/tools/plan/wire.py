@@ -100,6 +100,16 @@ class Wire:
     def nbytes(self) -> float:
         return sum(message.nbytes for message in self.messages)
 
+    def messages_by_kind(self) -> list[Message]:
+        """The messages of all units and layers, added up by what, when and how they are sent."""
+        kinds: dict[tuple[str, str, str, str], list[Message]] = {}
+        for message in self.messages:
+            kinds.setdefault((message.what, message.phase, message.group, message.collective), []).append(message)
+        return [
+            replace(of_kind[0], nbytes=sum(m.nbytes for m in of_kind), calls=sum(m.calls for m in of_kind))
+            for of_kind in kinds.values()
+        ]
+
     def where(self, accept: Callable[[Message], bool]) -> float:
         """Bytes of some of the messages."""
         return sum(message.nbytes for message in self.messages if accept(message))
