@@ -18,8 +18,8 @@ DESCRIPTION = "Say which layouts of a world a run fits into, what each needs, an
 
 _EPILOG = (
     "All other arguments are those of fit: --config RUN.yaml, --trainer.precision bf16-true, and so on. Nothing is"
-    " started, and no device is needed. The exit status is 0 if the run fits as it is configured (with ep: auto, in some"
-    " layout), 1 if it does not, 2 after an error."
+    " started, and no device is needed. The exit status is 0 if the run fits as it is configured (with ep: auto,"
+    " in some layout), 1 if it does not, 2 after an error."
 )
 
 

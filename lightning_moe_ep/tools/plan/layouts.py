@@ -47,8 +47,9 @@ class Candidate:
         )
 
     def __str__(self) -> str:
+        dispatcher = f" dispatcher={self.dispatcher!r}," if self.layout.ep > 1 else ""
         return (
-            f"ep={self.layout.ep}, replicate={self.layout.replicate}, dispatcher={self.dispatcher!r},"
+            f"ep={self.layout.ep}, replicate={self.layout.replicate},{dispatcher}"
             f" reshard_after_forward={self.reshard}, activation_checkpointing={self.activation_checkpointing!r}"
         )
 
@@ -100,7 +101,8 @@ def candidates(shapes: ModelShapes, world: int) -> Iterator[Candidate]:
             for dispatcher in DISPATCHERS if ep > 1 else ("-",):
                 # Where FSDP2 shards nothing there is nothing to free between forward and backward.
                 for reshard in (True, False) if layout.fsdp > 1 else (True,):
-                    for kept in get_args(ActivationCheckpointing):
+                    # Without an exchange "selective" is "full".
+                    for kept in get_args(ActivationCheckpointing) if ep > 1 else ("none", "full"):
                         yield Candidate(layout, dispatcher, reshard, kept)
 
 

@@ -140,11 +140,12 @@ def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candi
     name = options.get("dispatcher", "auto")
     if layout.ep > 1 and name == "auto":
         name = _chosen(shapes.experts[0], layout, options)
+    kept = options.get("activation_checkpointing", "none")
     return Candidate(
         layout,
         dispatcher=name if layout.ep > 1 else "-",
         reshard=options.get("reshard_after_forward", True) or layout.fsdp == 1,
-        activation_checkpointing=options.get("activation_checkpointing", "none"),
+        activation_checkpointing="full" if kept == "selective" and layout.ep == 1 else kept,
     )
 
 

@@ -76,7 +76,7 @@ class Plan:
     def text(self, *, everything: bool = False) -> str:
         """A table of the best layouts, or of all of them, and the recommendation."""
         head = (
-            f"{self.parameters / 1e9:,.2f} billion parameters on {self.world} ranks, {self.devices_per_node} a node,"
+            f"{self.parameters:,} parameters on {self.world} ranks, {self.devices_per_node} a node,"
             f" {self.precision}, {', '.join(self.optimizers)}; {self.tokens:,} tokens a rank and micro-batch,"
             f" {self.micro_batches} a step"
         )
@@ -153,12 +153,12 @@ class Plan:
         )
         cells = [str(size) for size in (candidate.layout.ep, candidate.layout.efsdp, candidate.layout.replicate)]
         cells += [candidate.dispatcher, "yes" if candidate.reshard else "no", candidate.activation_checkpointing]
-        cells += [f"{size / _GIB:,.1f}" for size in sizes]
-        cells += [f"{row.wire.intra / _GB:,.2f}", f"{row.wire.inter / _GB:,.2f}"]
+        cells += [_short(size / _GIB) for size in sizes]
+        cells += [_short(row.wire.intra / _GB), _short(row.wire.inter / _GB)]
         if any(other.time is not None for other in self.rows):
-            cells.append(f"{row.time.fastest:.3g} to {row.time.slowest:.3g}" if row.time is not None else "?")
+            cells.append(f"{row.time.fastest:.3g} to {row.time.slowest:.3g}" if row.time is not None else "")
         if any(other.host_load is not None for other in self.rows):
-            cells.append(f"{(row.host_load or 0) / _GIB:,.1f}")
+            cells.append(_short((row.host_load or 0) / _GIB))
         marks = ["recommended"] * (row is self.best) + ["yours"] * (row is self.yours)
         marks += [f"too large: {row.too_large}"] if row.too_large else []
         return [*cells, ", ".join(marks)]
@@ -175,6 +175,11 @@ class Plan:
         yield f"because {self.reason}{built}."
         if self.yours is not None and self.yours.too_large:
             yield f"Yours does not fit: {self.yours.too_large}."
+
+
+def _short(number: float) -> str:
+    """Two digits after the point, more for what is small."""
+    return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"
 
 
 def _name(row: Row) -> str:
