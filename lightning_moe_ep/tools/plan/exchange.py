@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.dispatch.auto import distinct_remote_ranks
+from lightning_moe_ep.dispatch.auto import COUNTS, costs, distinct_remote_ranks
 from lightning_moe_ep.dispatch.overlapped import CHUNKS, MIN_TOKENS
 
 Phase = Literal["forward", "backward", "step"]
@@ -177,6 +179,22 @@ def all_to_all(
 def num_chunks(dispatcher: str, num_tokens: int) -> int:
     """Into how many chunks a dispatcher cuts the tokens of a layer."""
     return CHUNKS if dispatcher == "overlapped" and num_tokens >= CHUNKS * MIN_TOKENS else 1
+
+
+def chosen_dispatcher(layer: Exchanged, *, ep: int, combine_dtype: CombineDtype) -> str:
+    """What dispatcher="auto" takes on GPUs."""
+    of_bytes = {size: dtype for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2))}
+    gather, exchange = costs(
+        ep=ep,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        hidden_size=layer.hidden_size,
+        dtype=of_bytes[layer.row_bytes],
+        gather_sum_dtype=of_bytes[sum_bytes("all_gather", combine_dtype, layer.row_bytes)],
+        exchange_sum_dtype=of_bytes[sum_bytes("all_to_all", combine_dtype, layer.row_bytes)],
+        backend="nccl",
+    )
+    return "all_to_all" if exchange < gather * (1 - COUNTS) else "all_gather"
 
 
 def _in_backward(message: Message) -> Message:

@@ -21,10 +21,6 @@ from lightning_moe_ep.tools.plan.wire import Step, Wire, wire_of
 DISPATCHERS = ("all_gather", "all_to_all", "overlapped")
 """Those whose bytes are known."""
 
-KEPT_FREE = 0.08
-"""The share of a device's memory that is left for what is not predicted: the context of CUDA, buffers of NCCL, gaps
-between blocks of the allocator."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -141,7 +137,7 @@ def rows_of(
                 wire,
                 time=time_of(wire, look, of_step, machine),
                 host_load=host_load_of(candidate.layout) if host_load_of else None,
-                too_large=_too_large(needs, machine.memory),
+                too_large=_too_large(needs, machine.usable),
             )
         )
     return sorted(rows, key=_order)
@@ -156,12 +152,12 @@ def _order(row: Row) -> tuple[float, ...]:
     return 0, *best, row.needs.peak
 
 
-def _too_large(needs: Needs, memory: int | None) -> str | None:
-    if memory is None or needs.peak <= memory * (1 - KEPT_FREE):
+def _too_large(needs: Needs, usable: int | None) -> str | None:
+    if usable is None or needs.peak <= usable:
         return None
     largest = sorted(needs.at_peak.items(), key=lambda part: -part[1])[:2]
     of = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in largest)
-    return f"{needs.peak / 2**30:,.1f} GiB of {memory * (1 - KEPT_FREE) / 2**30:,.1f}: {of}"
+    return f"{needs.peak / 2**30:,.1f} GiB of {usable / 2**30:,.1f}: {of}"
 
 
 def reason_for(best: Row, rows: Sequence[Row]) -> str:

@@ -51,24 +51,28 @@ def look_at(model: nn.Module, shapes: ModelShapes, *, length: int | None) -> Loo
         shapes: of it.
         length: tokens of a sequence; None: not known, and attention is left out.
     """
-    of_experts = _expert_flops(shapes)
     models = outermost_models(model)
     if len(models) != 1:
-        of_dense = 2.0 * sum(p.numel for p in shapes.parameters if p.experts is None and len(p.shape) > 1)
-        of_dense -= 2.0 * sum(p.numel() for p in _looked_up(model))
-        why = "not a model of transformers: only the products with its parameters are counted, not its attention"
-        return Look(flops=of_dense + of_experts, expert_flops=of_experts, assumed=why)
+        return by_parameters(model, shapes, "it is no model of transformers, whose forward could be run without data")
     try:
         # Two lengths, for the products, which grow with the length, and attention, which grows with its square.
         (one, routing), (two, _) = (_run(model, models[0][1], shapes, size) for size in (MAX_LENGTH // 2, MAX_LENGTH))
     except Exception as error:  # remote code, or a model that needs more than token ids
-        of_dense = 2.0 * sum(p.numel for p in shapes.parameters if p.experts is None and len(p.shape) > 1)
-        of_dense -= 2.0 * sum(p.numel() for p in _looked_up(model))
-        why = f"its forward could not be run without data ({type(error).__name__}: {error})".splitlines()[0]
-        return Look(flops=of_dense + of_experts, expert_flops=of_experts, assumed=why)
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        return by_parameters(model, shapes, f"its forward cannot be run without data ({told})")
     per_length = (two - one) / (MAX_LENGTH - MAX_LENGTH // 2)
     of_dense = one - per_length * (MAX_LENGTH // 2)
-    return Look(flops=of_dense + per_length * (length or 0) + of_experts, expert_flops=of_experts, routing=routing)
+    of_experts = _expert_flops(shapes)
+    return Look(of_dense + per_length * (length or 0) + of_experts, of_experts, routing)
+
+
+def by_parameters(model: nn.Module, shapes: ModelShapes, why: str) -> Look:
+    """What the parameters alone say of the arithmetic: a product with each matrix, with those of K experts."""
+    of_dense = 2.0 * sum(p.numel for p in shapes.parameters if p.experts is None and len(p.shape) > 1)
+    of_dense -= 2.0 * sum(p.numel() for p in _looked_up(model))
+    of_experts = _expert_flops(shapes)
+    assumed = f"only products with its parameters are counted, no attention, and routing weights as wide as rows: {why}"
+    return Look(of_dense + of_experts, of_experts, assumed=assumed)
 
 
 def _expert_flops(shapes: ModelShapes) -> float:

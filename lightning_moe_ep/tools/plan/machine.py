@@ -15,6 +15,10 @@ REACHED_FLOPS = 0.4
 REACHED_BANDWIDTH = 0.8
 """The share of a link's bandwidth that collectives of large messages are assumed to reach."""
 
+KEPT_FREE = 0.08
+"""The share of a device's memory that is left for what is not predicted: the context of CUDA, buffers of NCCL, gaps
+between blocks of the allocator."""
+
 LATENCY = 20e-6
 """Seconds that a collective is assumed to take beside its bytes."""
 
@@ -39,6 +43,11 @@ class Machine:
     """Seconds of a collective beside its bytes."""
 
     name: str = ""
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes of a device that a plan may fill."""
+        return None if self.memory is None else int(self.memory * (1 - KEPT_FREE))
 
 
 @dataclass(frozen=True)

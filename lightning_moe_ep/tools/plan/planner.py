@@ -10,23 +10,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_moe_ep.dispatch.auto import COUNTS, costs
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
-from lightning_moe_ep.tools.plan.exchange import sum_bytes
+from lightning_moe_ep.tools.plan.exchange import chosen_dispatcher
 from lightning_moe_ep.tools.plan.layouts import Candidate, Row, candidates, reason_for, rows_of
 from lightning_moe_ep.tools.plan.load import Loading
 from lightning_moe_ep.tools.plan.look import look_at
 from lightning_moe_ep.tools.plan.machine import Machine
 from lightning_moe_ep.tools.plan.needs import needs_by
 from lightning_moe_ep.tools.plan.report import Plan
-from lightning_moe_ep.tools.plan.shapes import ExpertsShape, ModelShapes, shapes_of
+from lightning_moe_ep.tools.plan.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.tools.plan.states import observe_states
-from lightning_moe_ep.tools.plan.wire import Step
+from lightning_moe_ep.tools.plan.wire import Step, exchanged
 
 _PASSED_ON = ("computation", "combine_dtype", "cpu_offload", "fp32_modules")
 """Options of the strategy that a plan takes as they are."""
@@ -139,7 +137,8 @@ def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candi
         return None
     name = options.get("dispatcher", "auto")
     if layout.ep > 1 and name == "auto":
-        name = _chosen(shapes.experts[0], layout, options)
+        first = exchanged(shapes, shapes.experts[0], None)
+        name = chosen_dispatcher(first, ep=layout.ep, combine_dtype=options.get("combine_dtype", "auto"))
     kept = options.get("activation_checkpointing", "none")
     return Candidate(
         layout,
@@ -147,26 +146,6 @@ def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candi
         reshard=options.get("reshard_after_forward", True) or layout.fsdp == 1,
         activation_checkpointing="full" if kept == "selective" and layout.ep == 1 else kept,
     )
-
-
-def _chosen(experts: ExpertsShape, layout: Layout, options: Mapping[str, Any]) -> str:
-    """What dispatcher="auto" takes on GPUs."""
-    combine = options.get("combine_dtype", "auto")
-    of_sums = {
-        name: torch.float32 if sum_bytes(name, combine, experts.dtype.itemsize) == 4 else experts.dtype
-        for name in ("all_gather", "all_to_all")
-    }
-    gather, exchange = costs(
-        ep=layout.ep,
-        num_experts=experts.num_experts,
-        top_k=experts.top_k or 1,
-        hidden_size=experts.hidden_size or 1,
-        dtype=experts.dtype,
-        gather_sum_dtype=of_sums["all_gather"],
-        exchange_sum_dtype=of_sums["all_to_all"],
-        backend="nccl",
-    )
-    return "all_to_all" if exchange < gather * (1 - COUNTS) else "all_gather"
 
 
 def _confirm(best: Row, build: Callable[[], nn.Module], precision: str, options: Mapping[str, Any]) -> None:
