@@ -25,6 +25,7 @@ FLOORS = {
     "tools": 6,
     "strategy": 5,
     "parallelize": 4,
+    "planning": 4,
     "launch": 4,
     "precision": 3,
     "initialization": 2,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_moe_ep.planning.machine import GPUS, Machine, machine_of
 from lightning_moe_ep.tools.plan.apart import ApartError
 from lightning_moe_ep.tools.plan.config import Run, read_run
-from lightning_moe_ep.tools.plan.machine import GPUS, Machine, machine_of
 from lightning_moe_ep.tools.plan.planner import plan
 
 DESCRIPTION = "Say which layouts of a world a run fits into, what each needs, and which is best."

@@ -12,11 +12,11 @@ from typing import get_args
 
 from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing
 from lightning_moe_ep.layout import Layout, divisors_of
-from lightning_moe_ep.tools.plan.estimate import Time, cost_of, time_of
-from lightning_moe_ep.tools.plan.look import Look
-from lightning_moe_ep.tools.plan.machine import Machine
-from lightning_moe_ep.tools.plan.shapes import ModelShapes
-from lightning_moe_ep.tools.plan.wire import Step, Wire, wire_of
+from lightning_moe_ep.planning.estimate import Time, cost_of, time_of
+from lightning_moe_ep.planning.look import Look
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.shapes import ModelShapes
+from lightning_moe_ep.planning.wire import Step, Wire, wire_of
 
 DISPATCHERS = ("all_gather", "all_to_all", "overlapped")
 """Those whose bytes are known."""

@@ -17,7 +17,7 @@ from lightning_moe_ep.checkpoint.places import Place
 from lightning_moe_ep.checkpoint.pretrained import READERS, waiting_places
 from lightning_moe_ep.checkpoint.safetensors_files import Region, whole
 from lightning_moe_ep.layout import Layout
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, part_of
+from lightning_moe_ep.planning.shapes import ModelShapes, part_of
 
 
 class Loading:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_moe_ep.layout import Layout
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, part_of
+from lightning_moe_ep.planning.shapes import ModelShapes, part_of
 from lightning_moe_ep.tools.plan.states import OptimizerStates
 
 

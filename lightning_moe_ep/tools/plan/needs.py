@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.planning.shapes import ModelShapes
+from lightning_moe_ep.planning.wire import Step
 from lightning_moe_ep.tools.plan.activations import CausalLM, Trace, Way, trace
 from lightning_moe_ep.tools.plan.layouts import Candidate, Needs
 from lightning_moe_ep.tools.plan.memory import Spread
 from lightning_moe_ep.tools.plan.peak import StepOptions, peak
-from lightning_moe_ep.tools.plan.shapes import ModelShapes
 from lightning_moe_ep.tools.plan.states import OptimizerStates
-from lightning_moe_ep.tools.plan.wire import Step
 
 
 def needs_by(

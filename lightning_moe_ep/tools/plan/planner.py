@@ -13,18 +13,18 @@ from typing import Any
 from torch import nn
 
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.planning.exchange import chosen_dispatcher
+from lightning_moe_ep.planning.look import look_at
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
+from lightning_moe_ep.planning.wire import Step, exchanged
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
-from lightning_moe_ep.tools.plan.exchange import chosen_dispatcher
 from lightning_moe_ep.tools.plan.layouts import Candidate, Row, candidates, reason_for, rows_of
 from lightning_moe_ep.tools.plan.load import Loading
-from lightning_moe_ep.tools.plan.look import look_at
-from lightning_moe_ep.tools.plan.machine import Machine
 from lightning_moe_ep.tools.plan.needs import needs_by
 from lightning_moe_ep.tools.plan.report import Plan
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.tools.plan.states import observe_states
-from lightning_moe_ep.tools.plan.wire import Step, exchanged
 
 _PASSED_ON = ("computation", "combine_dtype", "cpu_offload", "fp32_modules")
 """Options of the strategy that a plan takes as they are."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.tools.plan.layouts import Row
-from lightning_moe_ep.tools.plan.machine import Machine
 
 SHOWN = 20
 """Rows of a table, unless all are asked for."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moe_ep.optimizers import check_optimizers, parameter_groups
-from lightning_moe_ep.tools.plan.shapes import ParameterShape
+from lightning_moe_ep.planning.shapes import ParameterShape
 from lightning_moe_ep.tools.plan.tracking import Tracker, no_data, without_data
 
 STEPS = 1000

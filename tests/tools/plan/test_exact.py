@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.planning.shapes import shapes_of
 from lightning_moe_ep.tools.plan.apart import ApartError, run_apart
 from lightning_moe_ep.tools.plan.exact import parallelized, resident_exactly
 from lightning_moe_ep.tools.plan.memory import Resident, resident
-from lightning_moe_ep.tools.plan.shapes import shapes_of
 from lightning_moe_ep.tools.plan.states import observe_states
 from tests.pool import RankPool
 from tests.tools.plan.runs import Run, on_meta

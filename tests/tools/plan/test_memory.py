@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from lightning_moe_ep.planning.shapes import shapes_of
 from lightning_moe_ep.tools.plan.memory import Resident, resident
-from lightning_moe_ep.tools.plan.shapes import shapes_of
 from lightning_moe_ep.tools.plan.states import observe_states
 from tests.pool import RankPool
 from tests.tools.plan.runs import Run, measure, on_meta

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_moe_ep.dispatch.overlapped import CHUNKS
-from lightning_moe_ep.tools.plan.exchange import num_chunks
-from lightning_moe_ep.tools.plan.look import Look
-from lightning_moe_ep.tools.plan.machine import Machine
-from lightning_moe_ep.tools.plan.wire import Step, Wire
+from lightning_moe_ep.planning.exchange import num_chunks
+from lightning_moe_ep.planning.look import Look
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.wire import Step, Wire
 
 BETWEEN = 9
 """How much slower a byte is between nodes than inside, where no figures are given: as with H100s in the vendor's node.

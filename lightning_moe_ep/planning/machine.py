@@ -117,5 +117,6 @@ def this_machine(device: torch.device, precision: str) -> Machine:
         return Machine()
     properties = torch.cuda.get_device_properties(device)
     words = properties.name.lower().replace("-", " ").split()
-    name = next((gpu for gpu in GPUS if gpu in words), None)
+    # Cards without NVLink between all of a node, of the same names.
+    name = None if {"pcie", "nvl"} & {*words} else next((gpu for gpu in GPUS if gpu in words), None)
     return replace(machine_of(name, precision), memory=properties.total_memory)

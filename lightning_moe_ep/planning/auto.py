@@ -15,12 +15,12 @@ import lightning.pytorch as L
 from torch import nn
 
 from lightning_moe_ep.layout import Layout, divisors_of
-from lightning_moe_ep.tools.plan.estimate import cost_of, time_of
-from lightning_moe_ep.tools.plan.exchange import chosen_dispatcher
-from lightning_moe_ep.tools.plan.look import Look, by_parameters
-from lightning_moe_ep.tools.plan.machine import Machine
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, part_of, shapes_of
-from lightning_moe_ep.tools.plan.wire import Step, exchanged, wire_of
+from lightning_moe_ep.planning.estimate import cost_of, time_of
+from lightning_moe_ep.planning.exchange import chosen_dispatcher
+from lightning_moe_ep.planning.look import Look, by_parameters
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.shapes import ModelShapes, part_of, shapes_of
+from lightning_moe_ep.planning.wire import Step, exchanged, wire_of
 
 _KNOWN = ("auto", "all_gather", "all_to_all", "overlapped")
 

@@ -17,7 +17,7 @@ import torch
 from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.layout import Layout
-from lightning_moe_ep.tools.plan.exchange import (
+from lightning_moe_ep.planning.exchange import (
     Exchanged,
     Group,
     Message,
@@ -27,7 +27,7 @@ from lightning_moe_ep.tools.plan.exchange import (
     num_chunks,
     uniform_rows,
 )
-from lightning_moe_ep.tools.plan.shapes import ExpertsShape, ModelShapes, ParameterShape, UnitShape, part_of
+from lightning_moe_ep.planning.shapes import ExpertsShape, ModelShapes, ParameterShape, UnitShape, part_of
 
 NORM_BYTES = 16
 """Of the norm of the gradients: one float64 of the dense part, one of the experts'."""

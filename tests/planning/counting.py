@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.dispatch import AllToAllDispatcher, ExpertGroup
+from lightning_moe_ep.planning.exchange import Message, Rows
 from lightning_moe_ep.rows import is_recomputation
-from lightning_moe_ep.tools.plan.exchange import Message, Rows
 from tests.parity import Case, CaseModule, trainer
 
 Sent = dict[tuple[str, str], float]

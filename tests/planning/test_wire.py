@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_moe_ep import Layout, TopKRouter
-from lightning_moe_ep.tools.plan.look import Look, look_at
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, shapes_of
-from lightning_moe_ep.tools.plan.wire import Step, Wire, host_calls, wire_of
+from lightning_moe_ep.planning.look import Look, look_at
+from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
+from lightning_moe_ep.planning.wire import Step, Wire, host_calls, wire_of
 from tests.parity import Case, CaseModule
 from tests.pool import RankPool
-from tests.tools.plan.counting import counted, predicted, rows_between
+from tests.planning.counting import counted, predicted, rows_between
 
 
 def shapes_and_look(case: Case) -> tuple[ModelShapes, Look]:

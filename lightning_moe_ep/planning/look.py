@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.experts import find_experts
-from lightning_moe_ep.tools.plan.shapes import ModelShapes
-from lightning_moe_ep.tools.plan.wire import Routing
+from lightning_moe_ep.planning.shapes import ModelShapes
+from lightning_moe_ep.planning.wire import Routing
 
 MAX_LENGTH = 512
 """Tokens in the sequence that is run; attention's part grows with its square, and is scaled from there."""
