@@ -98,7 +98,7 @@ def _batch(run: Run, tokens: int | None, length: int | None) -> tuple[int, int]:
 
 def _machine(given: Any, precision: str) -> Machine:
     """The named GPU's figures, with those that are typed in their place."""
-    typed = {
+    typed: dict[str, Any] = {
         "memory": None if given.memory_gib is None else int(given.memory_gib * 2**30),
         "flops": None if given.tflops is None else given.tflops * 1e12,
         "intra": None if given.intra_gbps is None else given.intra_gbps * 1e9,

@@ -14,8 +14,8 @@ from lightning_moe_ep.planning.look import Look, look_at
 from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.planning.wire import Step, Wire, host_calls, wire_of
 from tests.parity import Case, CaseModule
-from tests.pool import RankPool
 from tests.planning.counting import counted, predicted, rows_between
+from tests.pool import RankPool
 
 
 def shapes_and_look(case: Case) -> tuple[ModelShapes, Look]:
