@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -153,8 +154,15 @@ class ModelShapes:
             return False
         if parameter.experts is None or cpu_offload:
             return True
-        dtypes = (other.dtype for other in self.parameters if other.experts == parameter.experts)
+        dtypes = self._dtypes_of_experts[parameter.experts]
         return not stay_whole(dtypes, layout, FSDP2Precision(self.precision).policy)
+
+    @cached_property
+    def _dtypes_of_experts(self) -> dict[str | None, set[torch.dtype]]:
+        dtypes: dict[str | None, set[torch.dtype]] = {}
+        for parameter in self.parameters:
+            dtypes.setdefault(parameter.experts, set()).add(parameter.dtype)
+        return dtypes
 
     def check_layout(self, layout: Layout) -> None:
         """
