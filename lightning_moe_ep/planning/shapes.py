@@ -171,6 +171,13 @@ class ModelShapes:
         dtypes = self._dtypes_of_experts[parameter.experts]
         return not stay_whole(dtypes, layout, FSDP2Precision(self.precision).policy)
 
+    @cached_property
+    def _dtypes_of_experts(self) -> dict[str | None, set[torch.dtype]]:
+        dtypes: dict[str | None, set[torch.dtype]] = {}
+        for parameter in self.parameters:
+            dtypes.setdefault(parameter.experts, set()).add(parameter.dtype)
+        return dtypes
+
     def check_layout(self, layout: Layout) -> None:
         """
         Raises:

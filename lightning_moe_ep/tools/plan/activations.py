@@ -25,13 +25,14 @@ from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, 
 from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart
+from lightning_moe_ep.tools.plan.kernels import kernels
 from lightning_moe_ep.tools.plan.tracking import Tracker, no_data, without_data
 from lightning_moe_ep.tools.plan.uniform import UNIFORM, uniform_here
 from lightning_moe_ep.trees import map_tensors
 from lightning_moe_ep.units import Units, find_units, top_level_modules
 
-Moment = Literal["before", "after", "turn", "before backward", "after backward", "end"]
-"""Of a block: before and after its forward and its backward. Of the model: the end of its forward, the very end."""
+Moment = Literal["before", "after", "output", "turn", "before backward", "after backward", "end"]
+"""Of a block: before and after its forward and its backward. Of the model: its output, the loss, the end."""
 
 Step = Callable[[nn.Module], Tensor]
 """From the model, or the LightningModule, to the loss of a batch without data; makes the batch, too."""
@@ -60,8 +61,8 @@ class Trace:
     """What a forward and backward of a model take, with one block of each kind."""
 
     events: tuple[Event, ...]
-    kinds: Mapping[str, str]
-    """The kind of each block that ran, by its name; see `UnitShape.kind`."""
+    copies: Mapping[str, tuple[str, ...]]
+    """By the name of each block that ran: those of its list that are like it, itself first."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Way:
     activation_checkpointing: ActivationCheckpointing = "none"
     computation: Computation = "auto"
     combine_dtype: CombineDtype = "auto"
+    device_type: str = "cuda"
+    """Where it is to run; other than on "cpu", attention is one kernel that keeps no scores."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,6 @@ def _trace(
     roots = top_level_modules(model) if isinstance(model, L.LightningModule) else None
     units = find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
     names = {module: name for name, module in model.named_modules()}
-    kinds = {block: kind_of(block) for block in units.blocks}
     kept = _cut(model, units)
     left = set(model.modules())
     counts = {found: found.num_experts for found in experts if found.module in left}
@@ -155,26 +157,28 @@ def _trace(
         without_data(model)
         for found, num_experts in counts.items():
             _install(found, num_experts, way, group)
-        wrap_forwards(kept, activation_checkpointing=way.activation_checkpointing, compiles=False)
+        wrap_forwards(list(kept), activation_checkpointing=way.activation_checkpointing, compiles=False)
         _cast(units, kept, policy)
-        events = _watch(model, kept, names, step)
-    return Trace(events=tuple(events), kinds={names[block]: kinds[block] for block in kept})
+        with kernels(fused_attention=way.device_type != "cpu"):
+            events = _watch(model, units.roots, list(kept), names, step)
+    copies = {names[block]: tuple(names[copy] for copy in alike) for block, alike in kept.items()}
+    return Trace(events=tuple(events), copies=copies)
 
 
-def _cut(model: nn.Module, units: Units) -> list[nn.Module]:
-    """Leave one block of each kind in every list; returns those that are left, in their order."""
+def _cut(model: nn.Module, units: Units) -> dict[nn.Module, list[nn.Module]]:
+    """Leave one block of each kind in every list; returns, for those that are left, which are like it."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    kept: list[nn.Module] = []
+    kept: dict[nn.Module, list[nn.Module]] = {}
     for sequence in units.sequences:
-        seen: set[str] = set()
+        first: dict[str, nn.Module] = {}
         for block in sequence:
-            kind = kind_of(block)
             holder = next((each for each in lists if any(member is block for member in each)), None)
-            if kind in seen and holder is not None:
-                del holder[next(place for place, member in enumerate(holder) if member is block)]
+            like = first.setdefault(kind_of(block), block)
+            if like is block or holder is None:
+                kept[block] = [block]
             else:
-                kept.append(block)
-            seen.add(kind)
+                kept[like].append(block)
+                del holder[next(place for place, member in enumerate(holder) if member is block)]
     return kept
 
 
@@ -238,7 +242,13 @@ def _cast(units: Units, kept: Iterable[nn.Module], policy: MixedPrecisionPolicy)
             root.register_forward_hook(lambda _, __, output: cast(output))
 
 
-def _watch(model: nn.Module, blocks: Sequence[nn.Module], names: Mapping[nn.Module, str], step: Step) -> list[Event]:
+def _watch(
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    names: Mapping[nn.Module, str],
+    step: Step,
+) -> list[Event]:
     tracker, events = Tracker(), list[Event]()
     tracker.track_external(model)
     weights = tracker.level
@@ -259,6 +269,9 @@ def _watch(model: nn.Module, blocks: Sequence[nn.Module], names: Mapping[nn.Modu
         block.register_forward_hook(lambda block, *_: note("after", names[block]))
         block.register_full_backward_pre_hook(lambda block, _: note("before backward", names[block]))
         block.register_full_backward_hook(after_backward)
+    for root in roots:
+        if root not in blocks:
+            root.register_forward_hook(lambda *_: note("output"), prepend=True)
     model.train()
     with tracker:
         loss = step(model)

@@ -9,13 +9,14 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.layout import Layout
-from tests.models import NOTHING, build, freeze, loss_of, make_batch
+from tests.models import HIDDEN, NOTHING, build, freeze, loss_of, make_batch
 from tests.parity import trainer
 
 DEEPSEEK = {
@@ -189,3 +190,49 @@ def fit(run: Run, callback: L.Callback) -> None:
         accumulate_grad_batches=run.accumulate,
         callbacks=[callback],
     ).fit(module_of(run))
+
+
+@dataclass(frozen=True)
+class StepOf:
+    """The training step of a `RunModule`, on a batch of zeros."""
+
+    run: Run
+
+    def __call__(self, module: RunModule) -> Tensor:
+        tokens = 8 * self.run.sequences
+        if self.run.kind.startswith("own"):
+            batch = {name: torch.zeros(tokens, HIDDEN) for name in ("x", "y")}
+        else:
+            batch = {"input_ids": torch.zeros(tokens // 8, 8, dtype=torch.int64)}
+        return loss_of(module.model, batch) * module.temperature.mean()
+
+
+class Peak(L.Callback):
+    """The most that torch's tracker saw, in bytes, from the first batch on."""
+
+    def __init__(self) -> None:
+        self.tracker = MemTracker()
+        self.seen = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.tracker.track_external(pl_module)
+        self.tracker.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.tracker.reset_mod_stats()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.tracker.__exit__(None, None, None)
+        (self.snapshot,) = self.tracker.get_tracker_snapshot("peak").values()
+        self.seen = self.snapshot["Total"]
+
+
+def measure_peaks(runs: list[Run]) -> list[int]:
+    """On a rank."""
+    peaks = []
+    for run in runs:
+        L.seed_everything(7, verbose=False)
+        seen = Peak()
+        fit(run, seen)
+        peaks.append(seen.seen)
+    return peaks

@@ -1,0 +1,76 @@
+"""Kernels as they are on the device that is planned, where tensors without data have none like them.
+
+Each keeps for backward what the kernel keeps, and gives gradients of the right size. torch 2.13: without data,
+grouped_mm takes bf16 only, and attention is that of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@contextmanager
+def kernels(*, fused_attention: bool) -> Iterator[None]:
+    """Put them in place of torch's, for all that is called inside; in a process that computes nothing else.
+
+    Not by a mode for functions: torch 2.13 does not ask it in a backward, where a forward may be recomputed.
+
+    Args:
+        fused_attention: whether attention is one kernel that keeps no scores, as on GPUs. Else it is as on this CPU,
+            which keeps all of them where keys and values are of different sizes.
+    """
+    grouped, attention = F.grouped_mm, F.scaled_dot_product_attention
+    F.grouped_mm = _grouped_mm
+    if fused_attention:
+        F.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        F.grouped_mm, F.scaled_dot_product_attention = grouped, attention
+
+
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
+    return _GroupedMM.apply(mat_a, mat_b)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _Attention.apply(query, key, value)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(len(rows), weights.shape[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            tensor.new_empty(tensor.shape) if needed else None
+            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            tensor.new_empty(tensor.shape) if needed else None
+            for tensor, needed in zip(ctx.saved_tensors[:3], ctx.needs_input_grad, strict=True)
+        )

@@ -1,0 +1,92 @@
+"""The most memory that a plan says a step needs is what torch's own tracker sees in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from lightning_moe_ep.planning.shapes import shapes_of
+from lightning_moe_ep.tools.plan.activations import Trace, Way, traces
+from lightning_moe_ep.tools.plan.apart import run_apart
+from lightning_moe_ep.tools.plan.memory import Spread
+from lightning_moe_ep.tools.plan.peak import Moment, StepOptions, peak
+from lightning_moe_ep.tools.plan.states import observe_states
+from tests.pool import RankPool
+from tests.tools.plan.runs import Run, StepOf, measure_peaks, on_meta
+
+WIDE = {"hidden_size": 128, "vocab_size": 1000}
+GROUPED = {"computation": "grouped_mm"}
+
+RUNS = {
+    "all_gather": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_gather"}),
+    "all_to_all": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all"}, precision="bf16-mixed"),
+    "ep=1": Run(model=WIDE, sequences=32, ep=1, strategy=GROUPED),
+    "many weights": Run(
+        model={**WIDE, "num_experts": 64, "moe_intermediate_size": 128}, sequences=1, ep=1, strategy=GROUPED
+    ),
+    "recomputed": Run(
+        model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all", "activation_checkpointing": "full"}
+    ),
+    "added up, unreduced": Run(
+        model={**WIDE, "num_hidden_layers": 3},
+        sequences=4,
+        ep=1,
+        accumulate=2,
+        precision="bf16-mixed",
+        strategy=GROUPED,
+    ),
+}
+"""On 2 ranks."""
+
+MORE = {
+    "not resharded": Run(model=WIDE, sequences=4, ep=1, strategy={**GROUPED, "reshard_after_forward": False}),
+    "added up, reduced": Run(
+        model=WIDE, sequences=4, accumulate=2, strategy={"dispatcher": "all_to_all", "reduce_every_micro_batch": True}
+    ),
+    "rows remembered": Run(
+        model=WIDE, sequences=32, strategy={"dispatcher": "all_gather", "activation_checkpointing": "selective"}
+    ),
+    "overlapped": Run(model=WIDE, sequences=160, strategy={"dispatcher": "overlapped"}),
+    "deepseek_v3": Run(kind="deepseek_v3", sequences=32, precision="bf16-true", strategy={"dispatcher": "all_to_all"}),
+    "own": Run(kind="own", model={"num_experts": 16}, sequences=64, strategy={"dispatcher": "all_gather"}),
+    "replicas": Run(model=WIDE, sequences=4, ep=1, replicate=2, precision="bf16-true", strategy=GROUPED),
+}
+
+
+def way_of(run: Run) -> Way:
+    chosen = {"dispatcher": "all_to_all", "activation_checkpointing": "none", **run.strategy}
+    names = ("dispatcher", "activation_checkpointing", "computation", "combine_dtype")
+    return Way(ep=run.ep, device_type="cpu", **{name: chosen[name] for name in names if name in chosen})
+
+
+def trace_all(runs: list[Run]) -> list[Trace]:
+    """In another process."""
+    return [traces(partial(on_meta, run), StepOf(run), [way_of(run)], run.precision, [])[0] for run in runs]
+
+
+def planned(runs: list[Run]) -> Iterator[Moment]:
+    for run, trace in zip(runs, run_apart(2, 0, trace_all, runs), strict=True):
+        module = on_meta(run)
+        spread = Spread(shapes_of(module, precision=run.precision), run.layout)
+        names = ("reshard_after_forward", "reduce_every_micro_batch")
+        options = {name: run.strategy[name] for name in names if name in run.strategy}
+        yield peak(spread, observe_states(module), trace, StepOptions(accumulate=run.accumulate, **options))
+
+
+def check(ranks: RankPool, runs: dict[str, Run]) -> None:
+    of_ranks = ranks.run(measure_peaks, list(runs.values()), world=2, timeout=180)
+    for number, (name, moment) in enumerate(zip(runs, planned(list(runs.values())), strict=True)):
+        seen = max(rank[number] for rank in of_ranks)
+        print(f"{name}: {moment.total / seen:.3f} of {seen}: {moment}")
+        assert abs(moment.total - seen) < 0.1 * seen, f"{name}: {moment}, but {seen}"
+
+
+def test_peaks_are_those_of_runs(ranks: RankPool) -> None:
+    check(ranks, RUNS)
+
+
+@pytest.mark.more
+def test_more_peaks_are_those_of_runs(ranks: RankPool) -> None:
+    check(ranks, MORE)
