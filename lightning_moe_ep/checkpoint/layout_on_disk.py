@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from lightning_moe_ep.fake_tensors import no_data
 from lightning_moe_ep.trees import map_leaves
 
 
 def load_without_data(file: Any) -> Any:
     """What `torch.load` gives, but without reading the data of tensors; ask `data_offset` where they are."""
-    with FakeTensorMode():
+    with no_data():
         return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -149,13 +149,6 @@ class ModelShapes:
             found.setdefault(parameter.unit, []).append(parameter)
         return found
 
-    @cached_property
-    def _dtypes_of_experts(self) -> dict[str | None, set[torch.dtype]]:
-        found: dict[str | None, set[torch.dtype]] = {}
-        for parameter in self.parameters:
-            found.setdefault(parameter.experts, set()).add(parameter.dtype)
-        return found
-
     def unit(self, name: str) -> UnitShape:
         return next(unit for unit in self.units if unit.name == name)
 

@@ -1,7 +1,6 @@
 """Computing without data, and keeping count of the memory that it would take.
 
-The one place that knows torch's fake tensors, which have shapes, dtypes and storages of a size but no memory, and its
-memory tracker.
+The one place that knows torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ import torch
 from torch import nn
 
 # Private; read at torch 2.13.0. A test fails when they move.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
-
-
-def no_data() -> FakeTensorMode:
-    """A context in which tensors are made and computed without data; those of the meta device may be used in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Tracker(MemTracker):
