@@ -7,5 +7,5 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def no_data() -> FakeTensorMode:
-    """A context in which tensors are made, read and computed without data; those of the meta device may be used in it."""
+    """A context in which tensors are made and computed without data; those of the meta device may be used in it."""
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -35,7 +35,7 @@ def save_without_data(tree: Any, path: Path, *, is_tensor: Callable[[Any], bool]
         path: the file.
         is_tensor: whether a leaf is one of these.
     """
-    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+    with no_data(), skip_data(materialize_fake_tensors=True):
         torch.save(
             map_leaves(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if is_tensor(leaf) else leaf, tree),
             path,

@@ -39,6 +39,7 @@ def run_plan(args: Sequence[str]) -> int:
             precision=run.precision,
             micro_batches=run.micro_batches,
             strategy=run.strategy,
+            device_type=run.device_type,
             machine=_machine(given, run.precision),
         )
         if given.picture is not None:

@@ -41,6 +41,9 @@ class Run:
     micro_batches: int = 1
     """Accumulated before the optimizer steps."""
 
+    device_type: str = "cuda"
+    """Where it computes: "cpu" only if its accelerator says so."""
+
     strategy: dict[str, Any] | None = None
     """The arguments of `MoEEPStrategy`, if the run has it."""
 
@@ -68,6 +71,7 @@ def read_run(arguments: Sequence[str]) -> Run:
         length=of_data.get("block_size"),
         precision=precision,
         micro_batches=trainer.accumulate_grad_batches,
+        device_type="cpu" if trainer.accelerator == "cpu" else "cuda",
         strategy=_strategy(trainer.strategy),
     )
 

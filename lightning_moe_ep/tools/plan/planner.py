@@ -40,6 +40,7 @@ def plan(
     precision: str = "32-true",
     micro_batches: int = 1,
     strategy: Mapping[str, Any] | None = None,
+    device_type: str = "cuda",
     machine: Machine | None = None,
     confirm: bool = True,
 ) -> Plan:
@@ -59,6 +60,7 @@ def plan(
         micro_batches: accumulated before the optimizer steps.
         strategy: the arguments of `MoEEPStrategy`; its layout is looked at beside all others, and options that no
             layout changes hold for all.
+        device_type: where the run computes; a CPU's attention keeps more than a GPU's.
         machine: what is known of it; without figures there is no time, without its memory everything fits.
         confirm: whether the layout that is recommended is built, which must come to the same bytes.
 
@@ -93,7 +95,9 @@ def plan(
     )
     considered = list(candidates(shapes, world))
     batch = CausalLM(sequences=sequences, tokens=length)
-    needs_of = needs_by(build, shapes, states, considered, batch=batch, step=step, options=options)
+    needs_of, told = needs_by(
+        build, shapes, states, considered, batch=batch, step=step, device_type=device_type, options=options
+    )
     rows = rows_of(
         shapes,
         considered,
@@ -122,7 +126,7 @@ def plan(
         optimizers=states.names,
         machine=machine,
         confirmed=best is not None and confirm,
-        notes=tuple(note for note in (states.assumed, look.assumed, _host_note(shapes, options)) if note),
+        notes=tuple(note for note in (told, states.assumed, look.assumed, _host_note(shapes, options)) if note),
     )
 
 
