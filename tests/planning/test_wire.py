@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_moe_ep import Layout, TopKRouter
 from lightning_moe_ep.planning.look import Look, look_at
 from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
-from lightning_moe_ep.planning.wire import Step, Wire, host_calls, wire_of
+from lightning_moe_ep.planning.wire import Step, Wire, host_calls, layers_of, wire_of
 from tests.parity import Case, CaseModule
 from tests.planning.counting import counted, predicted, rows_between
 from tests.pool import RankPool
@@ -41,7 +41,7 @@ def step_of(case: Case) -> Step:
 
 def plan(case: Case, shapes: ModelShapes, look: Look, **options: Any) -> Wire:
     layout = Layout.for_world(case.world, ep=case.ep, replicate=case.replicate)
-    return wire_of(shapes, layout, step_of(case), devices_per_node=8, routing=look.routing, **options)
+    return wire_of(shapes, layout, step_of(case), devices_per_node=8, layers=layers_of(shapes, look.routing), **options)
 
 
 class UniformRouter(TopKRouter):
@@ -160,7 +160,7 @@ def test_what_goes_over_the_host_is_told_apart(ranks: RankPool, dispatcher: str,
 def wire(layout: Layout, dispatcher: str, devices_per_node: int) -> Wire:
     shapes, look = shapes_and_look(Case())
     step = Step(tokens=128, dispatcher=dispatcher)
-    return wire_of(shapes, layout, step, devices_per_node=devices_per_node, routing=look.routing)
+    return wire_of(shapes, layout, step, devices_per_node=devices_per_node, layers=layers_of(shapes, look.routing))
 
 
 def test_inside_and_between_nodes() -> None:
