@@ -48,6 +48,7 @@ FLOORS = {
     "data": 1,
     "remember": 0,
     "other_lightning": 0,
+    "no_data": 0,
     "rows": 0,
     "trees": 0,
 }

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# Private; read at torch 2.13.0. A test fails when it moves.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from lightning_moe_ep.no_data import no_data
 from lightning_moe_ep.trees import map_leaves
 
 
 def load_without_data(file: Any) -> Any:
     """What `torch.load` gives, but without reading the data of tensors; ask `data_offset` where they are."""
-    with FakeTensorMode():
+    with no_data():
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -37,7 +35,7 @@ def save_without_data(tree: Any, path: Path, *, is_tensor: Callable[[Any], bool]
         path: the file.
         is_tensor: whether a leaf is one of these.
     """
-    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+    with no_data(), skip_data(materialize_fake_tensors=True):
         torch.save(
             map_leaves(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if is_tensor(leaf) else leaf, tree),
             path,

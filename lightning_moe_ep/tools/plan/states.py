@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe_ep.no_data import no_data
 from lightning_moe_ep.optimizers import check_optimizers, parameter_groups
 from lightning_moe_ep.tools.plan.shapes import ParameterShape
-from lightning_moe_ep.tools.plan.tracking import Tracker, no_data, without_data
+from lightning_moe_ep.tools.plan.tracking import Tracker, without_data
 
 STEPS = 1000
 """How many optimizer steps a plan tells a module that a run has: for its schedule, which needs no memory."""

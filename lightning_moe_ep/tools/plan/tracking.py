@@ -1,8 +1,4 @@
-"""Computing without data, and keeping count of the memory that it would take.
-
-The one place that knows torch's fake tensors, which have shapes, dtypes and storages of a size but no memory, and its
-memory tracker.
-"""
+"""Keeping count of the memory that a computation without data would take: the one place that knows torch's tracker."""
 
 from __future__ import annotations
 
@@ -11,15 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private; read at torch 2.13.0. A test fails when they move.
-from torch._subclasses.fake_tensor import FakeTensorMode
+# Private; read at torch 2.13.0. A test fails when it moves.
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
-
-
-def no_data() -> FakeTensorMode:
-    """A context in which tensors are made and computed without data; those of the meta device may be used in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Tracker(MemTracker):
@@ -42,6 +32,11 @@ class Tracker(MemTracker):
         """Bytes that were alive at the same time, at most, since this was last asked."""
         highest, self._highest = max(self._highest, self.level), self.level
         return highest
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        # The hooks tell gradients from other tensors, which is not asked here, and torch 2.13 puts them on frozen
+        # parameters too, which raises.
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         self._highest = max(self._highest, self.level)
