@@ -51,7 +51,9 @@ def test_ways() -> None:
     assert full < selective < fused < scores
     assert full - tokens * hidden * bf16 < 0.2 * fused  # its input and the routing
     assert selective - full >= tokens * hidden * bf16  # a row for each token of the other rank, near enough
-    assert gathered - alone >= 2 * tokens * hidden * bf16  # the other ranks' tokens
+    assert abs(gathered - alone) < 1000  # other ranks' tokens are gone, but not before their sums are made
+    of_four, of_one = (max(event.highest for event in trace_.events[:4]) for trace_ in found[4:])
+    assert of_four - of_one >= 3 * tokens * hidden * bf16
     for trace_ in found:
         first, second = trace_.copies
         assert trace_.copies[first] == ("model.model.layers.0",)
