@@ -23,14 +23,14 @@ from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing, w
 from lightning_moe_ep.causal_lm import summed_loss
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
-from lightning_moe_ep.fake_tensors import no_data
+from lightning_moe_ep.no_data import no_data
 from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart
 from lightning_moe_ep.tools.plan.kernels import kernels
 from lightning_moe_ep.tools.plan.tracking import Tracker, without_data
 from lightning_moe_ep.tools.plan.uniform import UNIFORM, uniform_here
-from lightning_moe_ep.trees import map_tensors
+from lightning_moe_ep.trees import map_tensors, tensors_of
 from lightning_moe_ep.units import Units, find_units, top_level_modules
 
 Moment = Literal["before", "after", "output", "turn", "before backward", "after backward", "end"]
@@ -120,7 +120,13 @@ def trace(
 
     Raises:
         ApartError: the model, or the step, cannot be run without data: it looks at values.
+        ValueError: a way has a dispatcher whose needs are not known.
     """
+    for way in ways:
+        if way.ep > 1 and way.dispatcher not in UNIFORM:
+            raise ValueError(
+                f"what dispatcher={way.dispatcher!r} keeps for backward is not known; plan with one of {list(UNIFORM)}"
+            )
     world = max(way.ep for way in ways)
     return run_apart(world, 0, traces, build, step, list(ways), precision, list(fp32_modules))
 
@@ -223,8 +229,6 @@ def _install(found: ExpertsModule, num_experts: int, way: Way, group: dist.Proce
         here = partial(uniform_here, experts=compute, num_experts=num_experts)
         found.adapter.install(here, alone=False)
         return
-    if way.dispatcher not in UNIFORM:
-        raise ValueError(f"what dispatcher={way.dispatcher!r} needs is not known; plan with one of {sorted(UNIFORM)}")
     expert_group = ExpertGroup(
         group=group,
         host_group=group,
@@ -278,8 +282,12 @@ def _watch(
             parameter.grad = None
         events.append(Event("after backward", names[block], before - weights, highest, before - tracker.level))
 
+    def before_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        note("before", names[block])
+        return _as_between_others(block, args, kwargs)
+
     for block in blocks:
-        block.register_forward_pre_hook(lambda block, _: note("before", names[block]), prepend=True)
+        block.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
         block.register_forward_hook(lambda block, *_: note("after", names[block]))
         block.register_full_backward_pre_hook(lambda block, _: note("before backward", names[block]))
         block.register_full_backward_hook(after_backward)
@@ -293,3 +301,17 @@ def _watch(
         loss.backward()
         note("end")
     return events
+
+
+def _as_between_others(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Let a trained block's input require a gradient: it stands for those that have such blocks before them.
+
+    Only in the first block may it not, where the embedding is frozen.
+    """
+    tensors = [t for t in tensors_of((args, kwargs)) if t.is_floating_point()]
+    trained = any(parameter.requires_grad for parameter in block.parameters())
+    if not tensors or not trained or any(tensor.requires_grad for tensor in tensors):
+        return args, kwargs
+    first = tensors[0]
+    given = first.detach().requires_grad_()
+    return map_tensors(lambda tensor: given if tensor is first else tensor, (args, kwargs))

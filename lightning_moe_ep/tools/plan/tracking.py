@@ -1,7 +1,4 @@
-"""Computing without data, and keeping count of the memory that it would take.
-
-The one place that knows torch's memory tracker.
-"""
+"""Keeping count of the memory that a computation without data would take: the one place that knows torch's tracker."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private; read at torch 2.13.0. A test fails when they move.
+# Private; read at torch 2.13.0. A test fails when it moves.
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +32,11 @@ class Tracker(MemTracker):
         """Bytes that were alive at the same time, at most, since this was last asked."""
         highest, self._highest = max(self._highest, self.level), self.level
         return highest
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        # The hooks tell gradients from other tensors, which is not asked here, and torch 2.13 puts them on frozen
+        # parameters too, which raises.
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         self._highest = max(self._highest, self.level)

@@ -63,7 +63,7 @@ class Run:
 
     def build(self) -> nn.Module:
         if self.kind == "deepseek_v3":
-            config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK, **self.model)
+            config = AutoConfig.for_model("deepseek_v3", **{**DEEPSEEK, **self.model})
             model = AutoModelForCausalLM.from_config(config)
         else:
             model = build(self.kind, **self.model)
@@ -207,11 +207,18 @@ class StepOf:
         return loss_of(module.model, batch) * module.temperature.mean()
 
 
+class AlsoFrozen(MemTracker):
+    """Torch's tracker without its hooks on parameters, which it puts on frozen ones, too, and fails."""
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+
 class Peak(L.Callback):
     """The most that torch's tracker saw, in bytes, from the first batch on."""
 
     def __init__(self) -> None:
-        self.tracker = MemTracker()
+        self.tracker = AlsoFrozen()
         self.seen = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -223,8 +230,8 @@ class Peak(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.tracker.__exit__(None, None, None)
-        (self.snapshot,) = self.tracker.get_tracker_snapshot("peak").values()
-        self.seen = self.snapshot["Total"]
+        (snapshot,) = self.tracker.get_tracker_snapshot("peak").values()
+        self.seen = snapshot["Total"]
 
 
 def measure_peaks(runs: list[Run]) -> list[int]:

@@ -15,6 +15,7 @@ from lightning_moe_ep.tools.plan.peak import Moment, StepOptions, peak
 from lightning_moe_ep.tools.plan.states import observe_states
 from tests.pool import RankPool
 from tests.tools.plan.runs import Run, StepOf, measure_peaks, on_meta
+from tests.tools.plan.test_memory import LORA
 
 WIDE = {"hidden_size": 128, "vocab_size": 1000}
 GROUPED = {"computation": "grouped_mm"}
@@ -43,7 +44,7 @@ RUNS = {
 MORE = {
     "not resharded": Run(model=WIDE, sequences=4, ep=1, strategy={**GROUPED, "reshard_after_forward": False}),
     "added up, reduced": Run(
-        model=WIDE, sequences=4, accumulate=2, strategy={"dispatcher": "all_to_all", "reduce_every_micro_batch": True}
+        model=WIDE, sequences=32, accumulate=2, strategy={"dispatcher": "all_to_all", "reduce_every_micro_batch": True}
     ),
     "rows remembered": Run(
         model=WIDE, sequences=32, strategy={"dispatcher": "all_gather", "activation_checkpointing": "selective"}
@@ -51,7 +52,24 @@ MORE = {
     "overlapped": Run(model=WIDE, sequences=160, strategy={"dispatcher": "overlapped"}),
     "deepseek_v3": Run(kind="deepseek_v3", sequences=32, precision="bf16-true", strategy={"dispatcher": "all_to_all"}),
     "own": Run(kind="own", model={"num_experts": 16}, sequences=64, strategy={"dispatcher": "all_gather"}),
+    "lora": Run(model={**WIDE, "lora": LORA}, sequences=16, strategy={"dispatcher": "all_to_all"}),
+    "frozen embedding": Run(model=WIDE, frozen="embed", sequences=16, strategy={"dispatcher": "all_gather"}),
     "replicas": Run(model=WIDE, sequences=4, ep=1, replicate=2, precision="bf16-true", strategy=GROUPED),
+}
+
+LARGE = {"hidden_size": 128, "num_experts": 16, "moe_intermediate_size": 64}
+
+ON_4 = {
+    "efsdp 2": Run(model=LARGE, world=4, sequences=4, precision="bf16-mixed", strategy={"dispatcher": "all_to_all"}),
+    "replicas": Run(
+        model=LARGE,
+        world=4,
+        replicate=2,
+        sequences=4,
+        precision="bf16-true",
+        strategy={"dispatcher": "all_gather"},
+    ),
+    "padded": Run(kind="own", model={"num_experts": 6}, world=4, sequences=8, strategy={"dispatcher": "all_to_all"}),
 }
 
 
@@ -75,8 +93,8 @@ def planned(runs: list[Run]) -> Iterator[Moment]:
         yield peak(spread, observe_states(module), trace, StepOptions(accumulate=run.accumulate, **options))
 
 
-def check(ranks: RankPool, runs: dict[str, Run]) -> None:
-    of_ranks = ranks.run(measure_peaks, list(runs.values()), world=2, timeout=180)
+def check(ranks: RankPool, runs: dict[str, Run], world: int = 2) -> None:
+    of_ranks = ranks.run(measure_peaks, list(runs.values()), world=world, timeout=240)
     for number, (name, moment) in enumerate(zip(runs, planned(list(runs.values())), strict=True)):
         seen = max(rank[number] for rank in of_ranks)
         print(f"{name}: {moment.total / seen:.3f} of {seen}: {moment}")
@@ -90,3 +108,8 @@ def test_peaks_are_those_of_runs(ranks: RankPool) -> None:
 @pytest.mark.more
 def test_more_peaks_are_those_of_runs(ranks: RankPool) -> None:
     check(ranks, MORE)
+
+
+@pytest.mark.more
+def test_peaks_on_4_ranks(ranks: RankPool) -> None:
+    check(ranks, ON_4, world=4)
