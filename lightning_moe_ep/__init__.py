@@ -31,6 +31,7 @@ from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.other_lightning import name_the_import
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
+from lightning_moe_ep.tools.plan import Machine, Plan, machine_of, plan
 
 __version__ = "0.1.0"
 
@@ -45,9 +46,11 @@ __all__ = [
     "HuggingFaceExport",
     "Layout",
     "LoadReport",
+    "Machine",
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
+    "Plan",
     "ShardedWeightAveraging",
     "SharedExpert",
     "TextDataModule",
@@ -60,10 +63,12 @@ __all__ = [
     "grad_norm",
     "load_balancing_loss",
     "load_pretrained",
+    "machine_of",
     "materialize",
     "merged_model",
     "parallelize",
     "parameter_groups",
+    "plan",
     "register_dispatcher",
     "register_experts",
     "remember_exchange",

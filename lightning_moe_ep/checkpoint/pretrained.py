@@ -38,8 +38,8 @@ from lightning_moe_ep.initialization import materialize
 
 _log = logging.getLogger(__name__)
 
-_WORKERS = 4
-"""Threads that read: enough to keep a disk or network busy, few enough that little is held at once."""
+READERS = 4
+"""Threads of a rank that read: enough to keep a disk or network busy, few enough that little is held at once."""
 
 _WAITING = "_waits_for_pretrained"
 
@@ -128,6 +128,19 @@ def read_pretrained(module: nn.Module, *, device: torch.device) -> None:
         if (waiting := vars(model).pop(_WAITING, None)) is not None:
             folder, read_ahead = waiting
             load_pretrained(model, folder, device=device, read_ahead=read_ahead)
+
+
+def waiting_places(module: nn.Module) -> list[Place]:
+    """Where the values of the models in `module` that `build_pretrained` made will come from; none is read.
+
+    Raises:
+        ValueError: a folder does not fit its model, or its files are missing or damaged.
+    """
+    places = []
+    for model in module.modules():
+        if (waiting := vars(model).get(_WAITING)) is not None:
+            places += plan_places(model, _recipes(model, waiting[0]), source=waiting[0], strict=True)
+    return places
 
 
 @dataclass(frozen=True)
@@ -258,7 +271,7 @@ def _read_all(places: Sequence[Place], files: OpenFiles, *, show: bool) -> None:
         return place.target.numel() * place.target.itemsize
 
     with (
-        ThreadPoolExecutor(_WORKERS) as pool,
+        ThreadPoolExecutor(READERS) as pool,
         tqdm(total=total, desc="Reading weights", unit="B", unit_scale=True, disable=None if show else True) as bar,
     ):
         waiting = [pool.submit(fill, place) for place in places]

@@ -1,6 +1,6 @@
 """The `lightning-moe-ep` command: LightningCLI for any LightningModule and LightningDataModule.
 
-`fit`, `validate`, `test` and `predict` are LightningCLI's own, `export` and `inspect` are in `commands`. After `fit` it
+`fit`, `validate`, `test` and `predict` are LightningCLI's own, others are in `commands`. After `fit` it
 says what was reached, beside what a bigram model of the same data reaches, and what to type next.
 """
 

@@ -32,11 +32,11 @@ from lightning_moe_ep.activation_checkpointing import (
 from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.experts import Computation, ep_size, find_experts, lone_expert_parameters
+from lightning_moe_ep.experts import Computation, ep_size, lone_expert_parameters
 from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
-from lightning_moe_ep.layout import Layout, largest_ep
+from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
 from lightning_moe_ep.optimizers import check_finetuning
 from lightning_moe_ep.other_lightning import called_by_the_other_lightning
@@ -46,13 +46,14 @@ from lightning_moe_ep.parallelize import (
     parallelize,
 )
 from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
+from lightning_moe_ep.strategy.choosing import ChoosingStrategy
 from lightning_moe_ep.strategy.loading import LoadingStrategy
 from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
 from lightning_moe_ep.strategy.stepping import SteppingStrategy
 from lightning_moe_ep.units import top_level_modules
 
 
-class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
+class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, SteppingStrategy):
     """Experts spread over the ranks, everything else under FSDP2."""
 
     def __init__(
@@ -78,8 +79,9 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
     ) -> None:
         """
         Args:
-            ep: Number of ranks that share one full set of experts. "auto": the largest number, at most the devices of
-                a node, that divides the world (per replica) and the experts of every layer.
+            ep: Number of ranks that share one full set of experts. "auto": on GPUs the one with the shortest step by
+                `plan`'s arithmetic, among those that fit, where the data module has block_size and batch_size; else
+                the largest, at most the devices of a node, that divides the world (per replica) and all experts.
             replicate: Number of copies of the whole sharded model, as in hybrid-sharded data parallelism.
             dispatcher: How tokens reach their experts: "all_gather", "all_to_all", "overlapped", "auto" (the cheaper
                 of the first two by a cost model), or the name of a registered dispatcher.
@@ -276,15 +278,7 @@ class MoEEPStrategy(LoadingStrategy, LoggingStrategy, SteppingStrategy):
         self.precision_plugin.fp32_modules = self.parallelize_options["fp32_modules"]
         module = self.precision_plugin.convert_module(module)
         if self.ep == "auto":
-            counts = {found.name: found.num_experts for found in find_experts(module)}
-            ep = largest_ep(
-                self.world_size,
-                replicate=self.replicate,
-                devices_per_node=self.num_processes,
-                num_experts=counts,
-            )
-            tell = rank_zero_info if ep > 1 else rank_zero_warn
-            tell(f"ep='auto': {ep} rank(s) share one set of experts, out of {self.world_size}; E is {counts}")
+            ep = self._choose_ep(module, self.precision_plugin.precision)
             self._build_meshes(ep)
         if differing := make_replicas_equal(module, device=self.root_device):
             rank_zero_warn(

@@ -7,6 +7,7 @@ torch's memory tracker looks on. A `Trace` comes out: the bytes at each moment a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +23,11 @@ from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing, w
 from lightning_moe_ep.causal_lm import summed_loss
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
-from lightning_moe_ep.no_data import no_data
+from lightning_moe_ep.fake_tensors import no_data
+from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart
 from lightning_moe_ep.tools.plan.kernels import kernels
-from lightning_moe_ep.tools.plan.shapes import kind_of
 from lightning_moe_ep.tools.plan.tracking import Tracker, without_data
 from lightning_moe_ep.tools.plan.uniform import UNIFORM, uniform_here
 from lightning_moe_ep.trees import map_tensors, tensors_of
@@ -135,41 +136,53 @@ def traces(
 ) -> list[Trace]:
     """The same, in a process that has no other use, as rank 0 of a fake process group."""
     groups = {ep: dist.new_group(list(range(ep))) for ep in sorted({way.ep for way in ways})}
-    return [_trace(build(), step, way, groups[way.ep], precision, fp32_modules) for way in ways]
-
-
-def _trace(
-    model: nn.Module,
-    step: Step,
-    way: Way,
-    group: dist.ProcessGroup,
-    precision: str,
-    fp32_modules: Sequence[str],
-) -> Trace:
     plugin = FSDP2Precision(precision)
     plugin.fp32_modules = fp32_modules
-    policy = plugin.policy
+    model = build()
     plugin.convert_module(model)
     experts = find_experts(model)
     for found in experts:
         found.adapter.prepare()
-    roots = top_level_modules(model) if isinstance(model, L.LightningModule) else None
-    units = find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
     names = {module: name for name, module in model.named_modules()}
-    kept = _cut(model, units)
-    left = set(model.modules())
-    counts = {found: found.num_experts for found in experts if found.module in left}
-    _as_computed(model, units, list(counts), way.ep, policy)
+    kept = _cut(model, _units_of(model, experts, fp32_modules, plugin.policy))
+    copies = [tuple(names[like] for like in alike) for alike in kept.values()]
+    # What is left is small, and each way has its own.
+    return [
+        _trace(copy.deepcopy(model), copies, step, way, groups[way.ep], plugin.policy, fp32_modules) for way in ways
+    ]
+
+
+def _units_of(
+    model: nn.Module, experts: Sequence[ExpertsModule], fp32_modules: Sequence[str], policy: MixedPrecisionPolicy
+) -> Units:
+    roots = top_level_modules(model) if isinstance(model, L.LightningModule) else None
+    return find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
+
+
+def _trace(
+    model: nn.Module,
+    copies: Sequence[tuple[str, ...]],
+    step: Step,
+    way: Way,
+    group: dist.ProcessGroup,
+    policy: MixedPrecisionPolicy,
+    fp32_modules: Sequence[str],
+) -> Trace:
+    experts = find_experts(model)
+    units = _units_of(model, experts, fp32_modules, policy)
+    kept = units.blocks
+    names = {block: alike[0] for block, alike in zip(kept, copies, strict=True)}
+    counts = {found: found.num_experts for found in experts}
+    _as_computed(model, units, experts, way.ep, policy)
     with no_data():
         without_data(model)
         for found, num_experts in counts.items():
             _install(found, num_experts, way, group)
-        wrap_forwards(list(kept), activation_checkpointing=way.activation_checkpointing, compiles=False)
+        wrap_forwards(kept, activation_checkpointing=way.activation_checkpointing, compiles=False)
         _cast(units, kept, policy)
         with kernels(fused_attention=way.device_type != "cpu"):
-            events = _watch(model, units.roots, list(kept), names, step)
-    copies = {names[block]: tuple(names[copy] for copy in alike) for block, alike in kept.items()}
-    return Trace(events=tuple(events), copies=copies)
+            events = _watch(model, units.roots, kept, names, step)
+    return Trace(events=tuple(events), copies={alike[0]: alike for alike in copies})
 
 
 def _cut(model: nn.Module, units: Units) -> dict[nn.Module, list[nn.Module]]:

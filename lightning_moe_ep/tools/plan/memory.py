@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_moe_ep.layout import Layout
-from lightning_moe_ep.tools.plan.shapes import ModelShapes, ParameterShape, Part, UnitShape, part_of
+from lightning_moe_ep.planning.shapes import ModelShapes, ParameterShape, Part, UnitShape, part_of
 from lightning_moe_ep.tools.plan.states import OptimizerStates
 
 

@@ -7,8 +7,8 @@ import torch
 
 from lightning_moe_ep import CausalLMModule
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.planning.shapes import Part, shapes_of
 from lightning_moe_ep.tools.plan.memory import Spread
-from lightning_moe_ep.tools.plan.shapes import Part, shapes_of
 from lightning_moe_ep.tools.plan.states import State, observe_states
 from tests.tools.plan.runs import DEEPSEEK, Run, on_meta
 

@@ -140,7 +140,14 @@ class ModelShapes:
 
     def of_unit(self, name: str | None) -> Iterator[ParameterShape]:
         """The parameters of a unit; None: those of none."""
-        return (parameter for parameter in self.parameters if parameter.unit == name)
+        return iter(self._by_unit.get(name, ()))
+
+    @cached_property
+    def _by_unit(self) -> dict[str | None, list[ParameterShape]]:
+        found: dict[str | None, list[ParameterShape]] = {}
+        for parameter in self.parameters:
+            found.setdefault(parameter.unit, []).append(parameter)
+        return found
 
     def unit(self, name: str) -> UnitShape:
         return next(unit for unit in self.units if unit.name == name)

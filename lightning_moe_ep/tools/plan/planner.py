@@ -1,0 +1,193 @@
+"""`plan`: what a run will need at every layout of a world, before there is one.
+
+The model is built on the meta device and asked for its shapes; all layouts are worked out from them, and the one that
+is recommended is then built as a rank of that world would have it, which must come to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.planning.exchange import chosen_dispatcher
+from lightning_moe_ep.planning.look import look_at
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
+from lightning_moe_ep.planning.wire import Step, exchanged
+from lightning_moe_ep.tools.plan.activations import CausalLM
+from lightning_moe_ep.tools.plan.exact import resident_exactly
+from lightning_moe_ep.tools.plan.layouts import Candidate, Row, candidates, reason_for, rows_of
+from lightning_moe_ep.tools.plan.load import Loading
+from lightning_moe_ep.tools.plan.needs import needs_by
+from lightning_moe_ep.tools.plan.report import Plan
+from lightning_moe_ep.tools.plan.states import observe_states
+
+_PASSED_ON = ("computation", "combine_dtype", "cpu_offload", "fp32_modules")
+"""Options of the strategy that a plan takes as they are."""
+
+
+def plan(
+    build: Callable[[], nn.Module],
+    *,
+    world: int,
+    devices_per_node: int = 8,
+    sequences: int,
+    length: int,
+    precision: str = "32-true",
+    micro_batches: int = 1,
+    strategy: Mapping[str, Any] | None = None,
+    device_type: str = "cuda",
+    machine: Machine | None = None,
+    confirm: bool = True,
+) -> Plan:
+    """What a run needs at every layout, which layouts fit, and which one is best.
+
+    No process group is made in this process, and none that it has is disturbed: what needs one runs in another, which
+    `build` is sent to.
+
+    Args:
+        build: makes the plain model, or a LightningModule with its model, on the meta device; a function of a module
+            that can be imported, or a `functools.partial` of one.
+        world: how many ranks there will be.
+        devices_per_node: ranks of a node.
+        sequences: of a micro-batch on one rank.
+        length: tokens of each.
+        precision: the Trainer's.
+        micro_batches: accumulated before the optimizer steps.
+        strategy: the arguments of `MoEEPStrategy`; its layout is looked at beside all others, and options that no
+            layout changes hold for all.
+        device_type: where the run computes; a CPU's attention keeps more than a GPU's.
+        machine: what is known of it; without figures there is no time, without its memory everything fits.
+        confirm: whether the layout that is recommended is built, which must come to the same bytes.
+
+    Raises:
+        NoExpertsError: the model has no experts module.
+        ValueError: something is not positive, or the model cannot be planned; says why.
+        RuntimeError: what was built has other bytes than were worked out: a fault of this library.
+    """
+    for name, value in (
+        ("world", world),
+        ("devices_per_node", devices_per_node),
+        ("sequences", sequences),
+        ("length", length),
+        ("micro_batches", micro_batches),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
+    machine = machine or Machine()
+    options = dict(strategy or {})
+    model = build()
+    shapes = shapes_of(model, precision=precision, fp32_modules=options.get("fp32_modules", ()))
+    loading = Loading(model, shapes)
+    look = look_at(model, shapes, length=length)
+    states = observe_states(model)
+    offload = options.get("cpu_offload", False)
+    step = Step(
+        tokens=sequences * length,
+        micro_batches=micro_batches,
+        reduce_every_micro_batch=options.get("reduce_every_micro_batch", False),
+        combine_dtype=options.get("combine_dtype", "auto"),
+        cpu_offload=offload,
+    )
+    considered = list(candidates(shapes, world))
+    batch = CausalLM(sequences=sequences, tokens=length)
+    needs_of, told = needs_by(
+        build, shapes, states, considered, batch=batch, step=step, device_type=device_type, options=options
+    )
+    rows = rows_of(
+        shapes,
+        considered,
+        step=step,
+        look=look,
+        machine=machine,
+        devices_per_node=devices_per_node,
+        needs_of=needs_of,
+        host_load_of=partial(loading.host_bytes, cpu_offload=offload) if loading else None,
+    )
+    yours = _given(shapes, options, world)
+    best = rows[0] if rows[0].too_large is None else None
+    if best is not None and confirm:
+        _confirm(best, build, precision, options)
+    return Plan(
+        rows=tuple(rows),
+        best=best,
+        reason=reason_for(best, rows) if best is not None else "",
+        yours=next((row for row in rows if row.candidate == yours), None),
+        world=world,
+        devices_per_node=devices_per_node,
+        tokens=step.tokens,
+        micro_batches=micro_batches,
+        precision=precision,
+        parameters=sum(parameter.numel for parameter in shapes.parameters),
+        optimizers=states.names,
+        machine=machine,
+        confirmed=best is not None and confirm,
+        notes=tuple(note for note in (told, states.assumed, look.assumed, _host_note(shapes, options)) if note),
+    )
+
+
+def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candidate | None:
+    """The candidate that the run has; None: it names no layout, or one that no plan knows."""
+    ep = options.get("ep", "auto")
+    if ep == "auto":
+        return None
+    try:
+        layout = Layout.for_world(world, ep=ep, replicate=options.get("replicate", 1))
+    except ValueError:  # it is for another world
+        return None
+    name = options.get("dispatcher", "auto")
+    if layout.ep > 1 and name == "auto":
+        first = exchanged(shapes, shapes.experts[0], None)
+        name = chosen_dispatcher(first, ep=layout.ep, combine_dtype=options.get("combine_dtype", "auto"))
+    kept = options.get("activation_checkpointing", "none")
+    return Candidate(
+        layout,
+        dispatcher=name if layout.ep > 1 else "-",
+        reshard=options.get("reshard_after_forward", True) or layout.fsdp == 1,
+        activation_checkpointing="full" if kept == "selective" and layout.ep == 1 else kept,
+    )
+
+
+def _confirm(best: Row, build: Callable[[], nn.Module], precision: str, options: Mapping[str, Any]) -> None:
+    """Build what is recommended, and compare.
+
+    Raises:
+        RuntimeError: its bytes are not those that were worked out.
+    """
+    candidate = best.candidate
+    passed_on = {name: options[name] for name in _PASSED_ON if name in options}
+    dispatcher = {"dispatcher": candidate.dispatcher} if candidate.layout.ep > 1 else {}
+    built = resident_exactly(
+        build,
+        candidate.layout,
+        precision=precision,
+        options={
+            **passed_on,
+            **dispatcher,
+            "reshard_after_forward": candidate.reshard,
+            "activation_checkpointing": candidate.activation_checkpointing,
+        },
+    )
+    for part in ("parameters", "gradients", "optimizer", "buffers"):
+        planned, found = getattr(best.needs, part), getattr(built, part)
+        if planned != found:
+            raise RuntimeError(
+                f"the plan has {planned:,} bytes of {part} on a rank for {candidate}, but what was built has {found:,};"
+                " this is a fault of the library: please report it with your configuration"
+            )
+
+
+def _host_note(shapes: ModelShapes, options: Mapping[str, Any]) -> str | None:
+    """How often ranks agree on their tokens over the host, which no column has."""
+    equal = options.get("equal_tokens", False)
+    layers = sum(not (equal and experts.equal_tokens) for experts in shapes.experts)
+    if not layers:
+        return None
+    return (
+        f"all_gather and overlapped agree on the number of tokens over the host, {layers} times a micro-batch;"
+        " equal_tokens=True leaves that out"
+    )
