@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two at a time: tests wait for processes and for each other's messages half of their time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 READY := $(VENV)/.ready
 # torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -21,15 +23,15 @@ demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/lightning-moe-ep fit --config configs/quickstart.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # What `make test` leaves out: every Mixture-of-Experts family of transformers,
 sweep: $(READY)
-	$(BIN)/python -m pytest -m sweep
+	$(PYTEST) -m sweep
 
 # and more layouts, more kills, the benchmarks.
 more: $(READY)
-	$(BIN)/python -m pytest -m more
+	$(PYTEST) -m more
 
 # Writes docs/families.md from such a run.
 families: $(READY)

@@ -25,6 +25,8 @@ POLL = 0.2
 """Seconds between two looks at the processes."""
 ENDING = 3.0
 """Seconds that processes have to end by themselves before they are killed."""
+LAST_WORDS = 20.0
+"""Seconds that the first process waits at an ordinary exit to hear how the others end; most end at the same time."""
 PARENT = "LIGHTNING_MOE_EP_PARENT"
 """The environment variable that tells a rank which process started it."""
 

@@ -101,7 +101,7 @@ class Guard:
         self._knows_first = threading.Event()
         self._where = ""
         self._all_alike = False
-        self._grace_at_exit = (children.ENDING, False)
+        self._grace_at_exit = (children.LAST_WORDS, False)
         """Seconds that this process waits at its exit for those that it started, and whether it then kills them."""
         self._timer: threading.Timer | None = None
 
@@ -185,7 +185,7 @@ class Guard:
             self._first, self._where, self._line, self._all_alike = None, "", None, False
             self._knows_first.clear()
             self._runs, self._fails = True, False
-            self._grace_at_exit = (children.ENDING, False)
+            self._grace_at_exit = (children.LAST_WORDS, False)
         for report in _gone:
             self._alarm(report)
         try:

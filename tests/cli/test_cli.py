@@ -29,17 +29,27 @@ LESS = shlex.split(
 
 @dataclass
 class Ran:
-    """What a fit printed, where it was started and where it was told to write."""
+    """What a fit printed, where it was started and where it was told to write; tests may go on from what is there."""
 
     printed: str
     cwd: Path
     output: Path
+    weights: dict[str, torch.Tensor]
+    """At its end."""
 
     def next_command(self, name: str) -> list[str]:
         """The printed `python -m lightning_moe_ep NAME ...` as arguments for Python."""
         section = self.printed[self.printed.index("\nNext:\n") :]
         (line,) = re.findall(rf"^  \S+ -m lightning_moe_ep ({name} .*)$", section, flags=re.MULTILINE)
         return ["-m", "lightning_moe_ep", *shlex.split(line)]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    file = run / "last.pt"
+    convert_to_file(str(run / "checkpoints" / "last.ckpt"), str(file))
+    weights: dict[str, torch.Tensor] = torch.load(file)["state_dict"]
+    file.unlink()
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ]
     arguments = ["-m", "lightning_moe_ep", "fit", "--config", str(QUICKSTART), *LESS, *where]
     (printed,) = run_python(arguments, cwd=cwd)
-    return Ran(printed, cwd, output)
+    return Ran(printed, cwd, output, weights_of(output))
 
 
 def last_line(printed: str) -> str:
@@ -237,11 +247,8 @@ def test_a_killed_rank_under_torchrun(fit: Ran, tmp_path: Path) -> None:
     # What rank 0 says of it depends on how soon the agent ends it.
     assert printed.count("there is no last checkpoint available") >= 1  # at the very first start
     assert loss_of(printed) == loss_of(fit.printed)
-    last = Path("checkpoints") / "last.ckpt"
-    convert_to_file(str(tmp_path / "runs" / "quickstart" / last), str(tmp_path / "restarted"))
-    convert_to_file(str(fit.output / last), str(tmp_path / "undisturbed"))
-    restarted, undisturbed = (torch.load(tmp_path / name)["state_dict"] for name in ("restarted", "undisturbed"))
-    assert all(torch.equal(restarted[name], weight) for name, weight in undisturbed.items())
+    restarted = weights_of(tmp_path / "runs" / "quickstart")
+    assert all(torch.equal(restarted[name], weight) for name, weight in fit.weights.items())
 
 
 def test_help(tmp_path: Path) -> None:

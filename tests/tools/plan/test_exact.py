@@ -20,7 +20,7 @@ from lightning_moe_ep.tools.plan.memory import Resident, resident
 from lightning_moe_ep.tools.plan.states import observe_states
 from tests.pool import RankPool
 from tests.tools.plan.runs import Run, on_meta
-from tests.tools.plan.test_memory import ON_4, planned
+from tests.tools.plan.test_memory import MORE_ON_4, ON_4, planned
 
 LARGE = {
     "qwen3_30b_a3b": {
@@ -66,10 +66,11 @@ def all_of(runs: list[Run]) -> tuple[int, list[Resident]]:
 
 
 def test_parallelize_keeps_what_arithmetic_says() -> None:
-    runs, rank = list(ON_4.values()), 3
+    named, rank = {**ON_4, **MORE_ON_4}, 3
+    runs = list(named.values())
     process, exact = run_apart(4, rank, all_of, runs)
     assert process != os.getpid() and not dist.is_initialized()
-    for name, run, found in zip(ON_4, runs, exact, strict=True):
+    for name, run, found in zip(named, runs, exact, strict=True):
         assert found == planned(run)[rank], name
 
 
@@ -84,6 +85,7 @@ def _beside_a_real_group() -> tuple[str, str]:
     return str(error.value), "".join(error.value.__notes__)
 
 
+@pytest.mark.more
 def test_a_real_process_group_is_not_disturbed(ranks: RankPool) -> None:
     ((told, stack),) = ranks.run(_beside_a_real_group, world=1, timeout=180)
     assert told.startswith("ValueError: ep=2 does not divide the 3 experts of model.model.layers.0.mlp.experts;")

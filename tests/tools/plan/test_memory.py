@@ -19,25 +19,32 @@ LORA = {
 }
 
 ON_2 = {
-    "qwen3_moe": Run(),
     "two optimizers": Run(optimizer="two", ep=1),
     "sgd, experts frozen": Run(optimizer="sgd", frozen=r"\.experts\."),
-    "deepseek_v3, bf16-true": Run(kind="deepseek_v3", precision="bf16-true"),
-    "3 experts of odd width": Run(kind="own", model={"num_experts": 3, "intermediate_size": 33}, ep=1),
     "lora": Run(model={"lora": LORA}),
+    "3 experts of odd width": Run(kind="own", model={"num_experts": 3, "intermediate_size": 33}, ep=1),
+}
+
+MORE_ON_2 = {
+    "qwen3_moe": Run(),
+    "deepseek_v3, bf16-true": Run(kind="deepseek_v3", precision="bf16-true"),
     "replicas": Run(kind="own", ep=1, replicate=2),
 }
 
 ON_4 = {
-    "6 experts, efsdp 2": Run(kind="own", model={"num_experts": 6}, world=4),
-    "2 experts, empty parts": Run(kind="own", model={"num_experts": 2, "intermediate_size": 33}, world=4),
     "deepseek_v3, mixed": Run(kind="deepseek_v3", world=4, ep=2, precision="bf16-mixed"),
-    "tied, fp32 router": Run(
+    "2 experts, empty parts": Run(kind="own", model={"num_experts": 2, "intermediate_size": 33}, world=4),
+    "tied, fp32 router, replicas": Run(
         model={"tie_word_embeddings": True},
         world=4,
+        replicate=2,
         precision="bf16-true",
         strategy={"fp32_modules": ["mlp.gate"]},
     ),
+}
+
+MORE_ON_4 = {
+    "6 experts, efsdp 2": Run(kind="own", model={"num_experts": 6}, world=4),
     "lora, efsdp 2": Run(model={"lora": LORA}, world=4),
     "replicas, experts": Run(world=4, replicate=2, precision="bf16-mixed"),
     "a list of experts": Run(kind="own_list_mixtral", model={"num_experts": 6}, world=4),
@@ -63,6 +70,13 @@ def check(runs: dict[str, Run], of_ranks: list[list[dict[str, int]]]) -> None:
             assert plan[rank].total <= plan[0].total
 
 
-@pytest.mark.parametrize(("world", "runs"), [(2, ON_2), (4, ON_4)], ids=["2", "4"])
+CASES = [
+    (2, ON_2),
+    (4, ON_4),
+    *(pytest.param(*case, marks=pytest.mark.more) for case in ((2, MORE_ON_2), (4, MORE_ON_4))),
+]
+
+
+@pytest.mark.parametrize(("world", "runs"), CASES, ids=["2", "4", "more on 2", "more on 4"])
 def test_what_stays_is_exact_on_every_rank(ranks: RankPool, world: int, runs: dict[str, Run]) -> None:
     check(runs, ranks.run(measure, list(runs.values()), world=world, timeout=180))

@@ -21,14 +21,9 @@ WIDE = {"hidden_size": 128, "vocab_size": 1000}
 GROUPED = {"computation": "grouped_mm"}
 
 RUNS = {
-    "all_gather": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_gather"}),
     "all_to_all": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all"}, precision="bf16-mixed"),
-    "ep=1": Run(model=WIDE, sequences=32, ep=1, strategy=GROUPED),
     "many weights": Run(
         model={**WIDE, "num_experts": 64, "moe_intermediate_size": 128}, sequences=1, ep=1, strategy=GROUPED
-    ),
-    "recomputed": Run(
-        model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all", "activation_checkpointing": "full"}
     ),
     "added up, unreduced": Run(
         model={**WIDE, "num_hidden_layers": 3},
@@ -42,6 +37,11 @@ RUNS = {
 """On 2 ranks."""
 
 MORE = {
+    "all_gather": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_gather"}),
+    "ep=1": Run(model=WIDE, sequences=32, ep=1, strategy=GROUPED),
+    "recomputed": Run(
+        model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all", "activation_checkpointing": "full"}
+    ),
     "not resharded": Run(model=WIDE, sequences=4, ep=1, strategy={**GROUPED, "reshard_after_forward": False}),
     "added up, reduced": Run(
         model=WIDE, sequences=32, accumulate=2, strategy={"dispatcher": "all_to_all", "reduce_every_micro_batch": True}
