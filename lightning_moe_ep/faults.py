@@ -220,8 +220,8 @@ def step_wrong(what: str, name: str, error: float, where: str, count: int) -> Fa
 def weights_lost_at_resume(name: str, error: float, count: int) -> Fault:
     return Fault(
         "weights-lost-at-resume",
-        f"{count} parameter(s) have other weights after a checkpoint was loaded than when it was saved; worst is {name},"
-        f" off by {error:.2g} of its largest value",
+        f"{count} parameter(s) have other weights after a checkpoint was loaded than when it was saved; worst is"
+        f" {name}, off by {error:.2g} of its largest value",
     )
 
 
