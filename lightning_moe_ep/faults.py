@@ -108,6 +108,14 @@ def norms_differ(norms: Mapping[int, float]) -> Fault:
     )
 
 
+def norms_of_parts_differ(dense: float, experts: float) -> Fault:
+    return Fault(
+        "norms-of-parts-differ",
+        f"dense gradients are clipped by {dense:.6g}, expert gradients by {experts:.6g}; there has to be one norm, of"
+        " both together",
+    )
+
+
 def norm_wrong(norm: float, right: float) -> Fault:
     return Fault(
         "norm-wrong",

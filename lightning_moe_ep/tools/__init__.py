@@ -1,0 +1,1 @@
+"""What a user asks about a run without running it."""

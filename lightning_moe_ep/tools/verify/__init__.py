@@ -1,0 +1,1 @@
+"""Is a run right? One step of it on its own ranks, and once in one process, compared."""
