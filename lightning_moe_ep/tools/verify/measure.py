@@ -57,6 +57,7 @@ class Step:
     factors: list[dict[str, float | None]] = field(default_factory=list)
     """What each rank's clipping multiplied its gradients by, of each of `PARTS`; None where it has none."""
     clipped: Named = field(default_factory=dict)
+    """Without those that no rank has."""
     after: Named = field(default_factory=dict)
     state_after: dict[str, Named] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
@@ -193,6 +194,7 @@ class Probe(L.Callback):
         self._batches: list[Any] = []
         self._losses: list[float] = []
         self._before_clip: list[Tensor | None] = []
+        self._absent: list[str] = []
         self._is_set_up = False
 
     def edit(self, module: L.LightningModule) -> None:
@@ -250,9 +252,12 @@ class Probe(L.Callback):
         trained = _trained(pl_module)
         has: list[list[bool]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(has, [parameter.grad is not None for parameter in trained.values()])
+        self._absent = []
         for number, name in enumerate(trained):
             lacking = [rank for rank, of_rank in enumerate(has) if not of_rank[number]]
-            if 0 < len(lacking) < len(has):
+            if len(lacking) == len(has):
+                self._absent.append(name)
+            elif lacking:
                 step.missing[name] = lacking
         gradients = _gradients(trained)
         self._compare(gradients, "gradients")
@@ -284,6 +289,8 @@ class Probe(L.Callback):
             step.batches, step.losses, step.factors = (list(of_ranks) for of_ranks in zip(*everyones, strict=True))
         parameters = dict(pl_module.named_parameters())
         step.clipped = to_plain(pl_module, _whole(_gradients(trained)))
+        for name in self._absent:
+            step.clipped.pop(name, None)
         step.after = to_plain(pl_module, _whole(parameters))
         step.state_after = self._state(trainer, pl_module)
         self._compare(parameters, "weights")

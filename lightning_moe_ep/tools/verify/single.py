@@ -265,8 +265,8 @@ class _Answering(L.Callback):
                     strategy.again(getattr(optimizer, "optimizer", optimizer))
                 found.detached[what] = _gradients(module)
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                parameter.grad = phase.step.clipped[name].to(parameter.device, copy=True)
+            clipped = phase.step.clipped.get(name)  # an optimizer leaves those that have none alone
+            parameter.grad = None if clipped is None else clipped.to(parameter.device, copy=True)
         self._found = found
 
     @override
