@@ -31,6 +31,7 @@ from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.other_lightning import name_the_import
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
+from lightning_moe_ep.tools.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "SharedExpert",
     "TextDataModule",
     "TopKRouter",
+    "VerifyReport",
     "build_meshes",
     "build_pretrained",
     "convert_to_file",
@@ -71,6 +73,7 @@ __all__ = [
     "save_adapter",
     "split_by_rank",
     "spread_experts",
+    "verify",
 ]
 
 register_strategies()

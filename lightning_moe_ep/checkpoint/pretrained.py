@@ -130,6 +130,12 @@ def read_pretrained(module: nn.Module, *, device: torch.device) -> None:
             load_pretrained(model, folder, device=device, read_ahead=read_ahead)
 
 
+def leave_unread(module: nn.Module) -> list[str]:
+    """Let the models in `module` that `build_pretrained` made have new weights; returns the folders."""
+    waiting = [vars(model).pop(_WAITING, None) for model in module.modules()]
+    return [str(folder) for folder, _ in filter(None, waiting)]
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What reading a model took on this rank."""

@@ -1,4 +1,4 @@
-"""The commands beside LightningCLI's: `export` and `inspect`, which look at what a run has left, in one process."""
+"""The commands beside LightningCLI's: `export` and `inspect`, which look at what a run has left, and `verify`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
 from lightning_moe_ep.checkpoint.export import MAX_MEMORY, MAX_SHARD_SIZE, export_to_hugging_face
 from lightning_moe_ep.checkpoint.inspection import inspect_path
+from lightning_moe_ep.tools import verify
 
 
 def export(
@@ -96,5 +97,6 @@ def _inspect(args: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "export": ("Write a checkpoint as a Hugging Face folder, as one file or as a sharded folder.", _export),
     "inspect": ("Show what a checkpoint or a Hugging Face folder holds, and what is wrong with it.", _inspect),
+    "verify": (verify.DESCRIPTION, verify.command),
 }
 """By its name what a command does, and what runs it: from its arguments to the exit status."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from lightning_moe_ep.tools.verify.given import Given
 from lightning_moe_ep.tools.verify.judge import is_explained, judge
-from lightning_moe_ep.tools.verify.measure import Measured
 from lightning_moe_ep.tools.verify.report import VerifyReport
+from lightning_moe_ep.tools.verify.seen import Measured
 from lightning_moe_ep.tools.verify.single import answer
 
 
-def compare(given: Given, measured: Measured, *, device: torch.device, started: float) -> VerifyReport:
+def compare(given: Given, measured: Measured, *, started: float) -> VerifyReport:
     """Judge what was measured; in one process, that is in no process group any more.
 
     Args:
         given: the run.
         measured: what `measure` gave rank 0.
-        device: where the single process computes.
         started: when it began, by `time.monotonic`.
 
     Raises:
@@ -28,13 +25,13 @@ def compare(given: Given, measured: Measured, *, device: torch.device, started: 
     single = answer(
         given,
         measured,
-        device=device,
+        device=measured.device,
         explained=lambda right, phase: is_explained(phase.step.gradients, right),
     )
     verdict = judge(measured, single)
     return VerifyReport(
         layouts=[str(phase.layout) for phase in measured.phases],
-        device=device.type,
+        device=measured.device.type,
         parameters=sum(tensor.numel() for tensor in measured.phases[0].step.before.values()),
         changes=measured.changes,
         checks=verdict.checks,

@@ -31,6 +31,9 @@ class Made:
     options: dict[str, Any]
     """Of the Trainer, but for the strategy."""
 
+    changes: list[str]
+    """What of them is not the run's own, a line each."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -122,4 +125,4 @@ def prepare(made: Made, edit: Callable[[L.LightningModule], None]) -> None:
         if before is None:
             edit(module)
 
-    module.configure_model = configure_and_edit  # type: ignore[method-assign]
+    module.configure_model = configure_and_edit

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_moe_ep import faults
 from lightning_moe_ep.faults import Fault
 from lightning_moe_ep.layout import Layout
-from lightning_moe_ep.tools.verify.measure import Measured, Named, Phase, digest_of, norm_of
+from lightning_moe_ep.tools.verify.seen import Measured, Named, Phase, digest_of, norm_of
 from lightning_moe_ep.tools.verify.single import Answer, Single
 
 TOLERANCE = 1e-5
@@ -284,12 +284,14 @@ def _judge_resume(first: Phase, second: Phase, verdict: Verdict) -> bool:
     if worst.error > TOLERANCE:
         count = sum(not torch.equal(loaded[name], saved[name]) for name in saved)
         verdict.add(faults.weights_lost_at_resume(worst.name, worst.error, count))
-    lost = {}
+    lost: dict[str, None] = {}
     largest = 0.0
     for key, of_key in first.step.state_after.items():
         for name, value in of_key.items():
             found = second.step.state_before.get(key, {}).get(name)
-            error = math.inf if found is None else _worst(name, found, value, max(float(value.abs().max()), 1e-30)).error
+            error = (
+                math.inf if found is None else _worst(name, found, value, max(float(value.abs().max()), 1e-30)).error
+            )
             if error > TOLERANCE and value.any():
                 lost[name] = None
                 largest = max(largest, error)
@@ -329,7 +331,7 @@ def _by_part(parts: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _where(worst: Worst, phase: Phase) -> str:
     """The parameter, the index, and the ranks that hold it."""
-    if not worst.name:
+    if not worst.error:
         return ""
     place = f"{worst.name}{list(worst.index)}"
     ranks: Sequence[int] = [

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_moe_ep.layout import Layout
 
-HOST_COPIES = 16
-"""fp32 copies of all parameters on rank 0's host: for each of two steps the weights before and after, two gradients and
-two moments, and their temporary copies."""
+HOST_COPIES = 24
+"""fp32 copies of all parameters on rank 0's host. For each of two steps: weights before and after, gradients before and
+after the clip, two moments before and after; and what is right of gradients, weights and two moments."""
 
 TRAINED = 4
 """The weights, their gradients, and an optimizer's two moments."""

@@ -44,14 +44,17 @@ class VerifyReport:
     def text(self) -> str:
         """The report for people; the last line is the verdict."""
         lines = [
-            f"Compared with one process, in fp32 on {self.device}: {' and, resumed, '.join(self.layouts)};"
-            f" {self.parameters:,} parameters, {self.seconds:.0f} s",
+            f"Two steps in fp32 on {self.device}, compared with one process: {self.layouts[0]}, then resumed at"
+            f" {self.layouts[1]}; {self.parameters:,} parameters, {self.seconds:.0f} s",
             *(f"  {line}" for line in self.changes),
             "",
-            f"{'largest error':>15}  {'what':<34}  where",
+            "largest errors, as shares of the largest value:",
         ]
-        for check in self.checks:
-            lines.append(f"{check.error:>15.1e}  {check.what:<34}  {check.at}")
+        layouts = dict.fromkeys(check.layout for check in self.checks)
+        for layout in layouts:
+            lines.append(f"{layout}:")
+            of_layout = [check for check in self.checks if check.layout == layout]
+            lines += [f"  {check.error:7.1e}  {check.what:<34}  {check.at}".rstrip() for check in of_layout]
         lines.append("")
         lines += [f"WRONG: {fault.text}" for fault in self.faults] or ["Nothing wrong was found."]
         return "\n".join(lines)

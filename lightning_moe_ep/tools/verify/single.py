@@ -17,21 +17,21 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_moe_ep.experts import GroupedExperts, find_experts, find_routers
+from lightning_moe_ep.checkpoint import leave_unread
+from lightning_moe_ep.experts import GroupedExperts
 from lightning_moe_ep.tools.verify.cutting import cut, quiet
 from lightning_moe_ep.tools.verify.given import Given, Made, prepare
-from lightning_moe_ep.tools.verify.measure import Measured, Named, Phase, exact_matrix_products
+from lightning_moe_ep.tools.verify.measure import exact_matrix_products
+from lightning_moe_ep.tools.verify.one_process import OneProcess
+from lightning_moe_ep.tools.verify.parts import DETACHED, detached, parts_of
+from lightning_moe_ep.tools.verify.seen import Measured, Named, Phase
 from lightning_moe_ep.trees import map_tensors
-
-DETACHED = ("routing weights", "router input")
-"""Faults of the graph, whose gradients are computed where others do not explain what was measured."""
 
 
 @dataclass
@@ -93,101 +93,23 @@ def answer(
     )
     trained.prepare(made)
     with exact_matrix_products():
-        trainer.fit(made.module, DataLoader(_Batches(measured), batch_size=None))
+        trainer.fit(made.module, DataLoader(_Batches(measured, trained.answers), batch_size=None))
     return Single(trained.answers, trained.parts)
 
 
-class OneProcess(SingleDeviceStrategy):
-    """Has one process take the steps of a world: a batch is a list of all ranks' batches."""
-
-    materializes_meta = True
-    """The measured weights come in."""
-
-    def __init__(self, device: torch.device, *, world_size: int, on_meta: bool) -> None:
-        super().__init__(device)
-        self.world_size = world_size
-        self.on_meta = on_meta
-        self.losses: list[list[Tensor]] = [[] for _ in range(world_size)]
-        self.batches: list[tuple[Any, ...]] = []
-        """What `training_step` was called with, in this optimizer step."""
-        self._repeats = False
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        with super().tensor_init_context(empty_init):
-            if not self.on_meta:
-                yield
-                return
-            with torch.device("meta"):
-                yield
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._repeats:
-            self._check_it_repeats(*args)
-        self.batches.append(args)
-        return self.of_rank(0, *args, **kwargs)
-
-    def _check_it_repeats(self, *args: Any) -> None:
-        with torch.no_grad():
-            one, other = (float(loss_of(self.of_rank(0, *args))) for _ in range(2))
-        if abs(one - other) > 1e-6 * abs(one):
-            raise ValueError(
-                f"the loss of one batch is {one:.7g} at first and {other:.7g} when it is computed again, with the same"
-                " weights: the model, or its loss, draws random numbers in a way that verify cannot take out (it has"
-                " set dropout and jitter to 0); take it out by the model's own options"
-            )
-        self._repeats = True
-
-    def of_rank(self, rank: int, batches: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's `training_step`, with the batch of a rank, and as if on it."""
-        self.global_rank = rank
-        try:
-            return super().training_step(batches[rank], *args, **kwargs)
-        finally:
-            self.global_rank = 0
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._backward(0, closure_loss, optimizer)
-        for rank in range(1, self.world_size):
-            self._backward(rank, self._scaled(self.of_rank(rank, *self.batches[-1])), optimizer)
-        return closure_loss
-
-    def again(self, optimizer: Optimizer) -> None:
-        """The gradients of the step, anew."""
-        optimizer.zero_grad()
-        for arguments in self.batches:
-            for rank in range(self.world_size):
-                super().backward(self._scaled(self.of_rank(rank, *arguments)) / self.world_size, optimizer)
-
-    def _scaled(self, output: Any) -> Tensor:
-        assert self.lightning_module is not None
-        return loss_of(output) / self.lightning_module.trainer.accumulate_grad_batches
-
-    def _backward(self, rank: int, loss: Tensor, optimizer: Optimizer | None) -> None:
-        self.losses[rank].append(loss.detach())
-        super().backward(loss / self.world_size, optimizer)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Out of what a `training_step` returned."""
-    return output["loss"] if isinstance(output, Mapping) else output
-
-
-class _Batches(IterableDataset):  # type: ignore[type-arg]
+class _Batches(IterableDataset):
     """The micro-batches of the steps, each a list of all ranks'; as long as the run's own loader."""
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: Measured, answers: list[Answer]) -> None:
         self._measured = measured
+        self._answers = answers
 
     def __len__(self) -> int:
         number = self._measured.phases[0].num_batches
         return int(number) if number != float("inf") else 2**31
 
     def __iter__(self) -> Iterator[Any]:
-        for phase in self._measured.phases:
+        for phase in self._measured.phases[len(self._answers) :]:  # an epoch may have been shorter than that
             yield from (list(of_ranks) for of_ranks in zip(*phase.step.batches, strict=True))
 
 
@@ -200,10 +122,13 @@ class _Answering(L.Callback):
         self.explained = explained
         self.answers: list[Answer] = []
         self.parts: dict[str, str] = {}
+        self._found: Answer | None = None
+        """Of the step that is under way."""
         self._module: L.LightningModule
 
     def edit(self, module: L.LightningModule) -> None:
         """What is done to the plain model; the weights on the meta device give way to those that were measured."""
+        leave_unread(module)
         cut(module, self.given.layers)
         quiet(module)
         self.parts = parts_of(module)
@@ -242,7 +167,9 @@ class _Answering(L.Callback):
         return self.measured.phases[len(self.answers)]
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         strategy: Any = trainer.strategy
         if strategy.batches:
             return
@@ -274,9 +201,9 @@ class _Answering(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy: Any = trainer.strategy
-        if len(strategy.batches) < trainer.accumulate_grad_batches:
+        if self._found is None:  # within an accumulation window
             return
-        found = self._found
+        found, self._found = self._found, None
         found.after = {name: p.detach().cpu().clone() for name, p in pl_module.named_parameters()}
         names = {id(p): name for name, p in pl_module.named_parameters()}
         for parameter, state in trainer.optimizers[0].state.items():
@@ -296,67 +223,6 @@ class _Answering(L.Callback):
                 name = names[id(parameter)]
                 if isinstance(value, Tensor) and name in state.get(key, {}):
                     value.copy_(state[key][name])
-
-
-def parts_of(module: nn.Module) -> dict[str, str]:
-    """Of which part of a plain model each trained parameter is: expert, shared expert, router, adapter or dense."""
-    experts = find_experts(module)
-    try:
-        routers = set(find_routers(module).values())
-    except ValueError:
-        routers = set()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    parts = dict.fromkeys((name for name, p in module.named_parameters() if p.requires_grad), "dense")
-
-    def mark(parameters: Any, part: str) -> None:
-        parts.update({names[id(p)]: part for p in parameters if names[id(p)] in parts})
-
-    for found in experts:
-        outer = module.get_submodule(found.name.rpartition(".")[0])
-        for name, inner in outer.named_modules():
-            if "shared" in name.split(".")[-1] and found.module not in inner.modules():
-                mark(inner.parameters(), "shared expert")
-    for router in routers:
-        mark(router.parameters(), "router")
-    for found in experts:
-        inside = dict(found.module.named_parameters())
-        stacked = set(found.adapter.parameters) & set(inside)
-        mark((inside[name] for name in stacked or inside), "expert")
-    for name, part in parts.items():
-        if "lora_" in name:
-            parts[name] = "expert adapter" if part == "expert" else "adapter"
-    return parts
-
-
-@contextmanager
-def detached(module: nn.Module, what: str) -> Iterator[None]:
-    """Inside, the experts' third argument, or what routers are given, is out of the graph."""
-
-    def cut_graph(index: int | None) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(
-                arg.detach() if isinstance(arg, Tensor) and index in (None, number) else arg
-                for number, arg in enumerate(args)
-            )
-
-        return hook
-
-    if what == "router input":
-        hooks = [router.register_forward_pre_hook(cut_graph(None)) for router in set(_routers(module))]
-    else:
-        hooks = [found.module.register_forward_pre_hook(cut_graph(2)) for found in find_experts(module)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _routers(module: nn.Module) -> list[nn.Module]:
-    try:
-        return list(find_routers(module).values())
-    except ValueError:
-        return []
 
 
 def one_by_one(self: GroupedExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -392,7 +258,7 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         for places in (part._parameters, part._buffers):
             for key, tensor in places.items():
                 if tensor is not None:
-                    places[key] = made[id(tensor)]  # type: ignore[assignment]
+                    places[key] = made[id(tensor)]
 
 
 @contextmanager

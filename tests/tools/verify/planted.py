@@ -74,10 +74,16 @@ class _WithGradients(MoEEPStrategy):
         raise NotImplementedError
 
 
-class NotAveraged(_WithGradients):
-    @staticmethod
-    def then(callback: ExpertGradientCallback, module: nn.Module) -> None:
-        scale_gradients(expert_parameters(module), float(callback._ep))
+class NotAveraged(MoEEPStrategy):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+        class Callback(ExpertGradientCallback):
+            def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+                super().on_fit_start(trainer, pl_module)
+                self._ep = 1
+
+        self.gradients = Callback()
 
 
 class AveragedTwice(_WithGradients):

@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-import torch
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.tools.verify.compare import compare
 from lightning_moe_ep.tools.verify.given import Given, Made, options_of
-from lightning_moe_ep.tools.verify.measure import Measured, measure
+from lightning_moe_ep.tools.verify.measure import measure
+from lightning_moe_ep.tools.verify.seen import Measured
 from lightning_moe_ep.tools.verify.report import VerifyReport
 from tests.parity import PoolEnvironment
 from tests.pool import RankPool
@@ -26,7 +26,7 @@ def given(strategy: type[MoEEPStrategy], ep: int, options: dict[str, Any], **of_
     def make() -> Made:
         L.seed_everything(7, verbose=False)
         of_trainer = {"accelerator": "cpu", "plugins": [PoolEnvironment()], "max_steps": 3, **options}
-        return Made(Regression(), None, strategy(ep=ep, **of_strategy), options_of(of_trainer)[0])
+        return Made(Regression(), None, strategy(ep=ep, **of_strategy), *options_of(of_trainer))
 
     return Given(make)
 
@@ -42,6 +42,6 @@ def reports(
     started = time.monotonic()
     measured = ranks.run(on_rank, strategies, ep, options, world=world, timeout=50)[0]
     return [
-        compare(given(strategy, ep, options), of_one, device=torch.device("cpu"), started=started)
+        compare(given(strategy, ep, options), of_one, started=started)
         for strategy, of_one in zip(strategies, measured, strict=True)
     ]
