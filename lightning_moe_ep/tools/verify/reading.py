@@ -123,7 +123,7 @@ def smaller(config: dict[str, Any], experts: int | None, width: int | None) -> t
     whole = AutoConfig.for_model(**config)
     config, told = dict(config), []
     if experts is not None:
-        key = _key(whole, EXPERTS, "number of experts")
+        key = _experts_key(config, whole)
         _check_smaller("experts", experts, key, getattr(whole, key))
         told.append(f"{key}={experts}, not {getattr(whole, key)}")
         config[key] = experts
@@ -148,11 +148,14 @@ def _shrunk(size: int, ratio: float) -> int:
     return min(size, max(ROUND, round(size * ratio / ROUND) * ROUND))
 
 
-def _key(config: Any, names: Sequence[str], what: str) -> str:
-    for name in names:
-        if isinstance(getattr(config, name, None), int):
-            return name
-    raise ValueError(f"the configuration of {config.model_type} has no {what} that is known: none of {list(names)}")
+def _experts_key(config: dict[str, Any], whole: Any) -> str:
+    """The name of E: as it was given, as one may be another's other name."""
+    known = [name for name in EXPERTS if isinstance(getattr(whole, name, None), int)]
+    if not known:
+        raise ValueError(
+            f"the configuration of {whole.model_type} has no number of experts that is known: none of {list(EXPERTS)}"
+        )
+    return next((name for name in known if name in config), known[0])
 
 
 def _check_smaller(option: str, value: int, key: str, size: int) -> None:

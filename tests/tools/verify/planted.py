@@ -31,13 +31,14 @@ class Samples(Dataset):  # type: ignore[type-arg]
 class Regression(L.LightningModule):
     """Two blocks of `OwnModel`, alike, with a shared expert; some dropout, which is to be taken out."""
 
-    def __init__(self, num_experts: int = 12, clip: bool = False) -> None:
+    def __init__(self, dropout: float = 0.5, optimizer: str = "adamw") -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.dropout = dropout
+        self.optimizer = optimizer
 
     def configure_model(self) -> None:
-        self.model = OwnModel(num_experts=self.num_experts, intermediate_size=24)
-        self.entry = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5))
+        self.model = OwnModel(num_experts=12, intermediate_size=24)
+        self.entry = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(self.dropout))
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(), batch_size=2)
@@ -47,7 +48,11 @@ class Regression(L.LightningModule):
         return (self.model(self.entry(x)) - y).pow(2).mean() * 10
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.parameters(), lr=1e-3)
+            if self.optimizer == "adamw"
+            else torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -264,7 +269,7 @@ class StepTooLarge(MoEEPStrategy):
 
 
 PLANTED: dict[type[MoEEPStrategy], tuple[str, str]] = {
-    NotAveraged: ("experts-not-averaged", "not averaged over ep (they are {ep}.00 = ep times too large)"),
+    NotAveraged: ("experts-not-averaged", "not averaged over ep (they are 2.00 = ep times too large)"),
     AveragedTwice: ("experts-averaged-twice", "averaged over ep twice"),
     SharedExpertEpTimes: ("shared-expert-counted-ep-times", "the shared expert is counted ep times"),
     RouterDetached: ("router-detached", "the router is detached"),

@@ -9,39 +9,153 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 
-from lightning_moe_ep import MoEEPStrategy
+from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy
 from lightning_moe_ep.tools.verify.compare import compare
 from lightning_moe_ep.tools.verify.given import Given, Made, options_of
 from lightning_moe_ep.tools.verify.measure import measure
-from lightning_moe_ep.tools.verify.seen import Measured
 from lightning_moe_ep.tools.verify.report import VerifyReport
+from lightning_moe_ep.tools.verify.seen import Measured
 from tests.parity import PoolEnvironment
 from tests.pool import RankPool
-from tests.tools.verify.planted import PLANTED, Regression
+from tests.tools.verify.planted import (
+    PLANTED,
+    GroupNorm,
+    MomentsLost,
+    NotAveraged,
+    Regression,
+    ReplicasApart,
+    RoutingWeightsDetached,
+    SharedExpertEpTimes,
+    SummedOverEfsdp,
+    TokensDropped,
+)
+
+Options = dict[str, Any]
 
 
-def given(strategy: type[MoEEPStrategy], ep: int, options: dict[str, Any], **of_strategy: Any) -> Given:
+def given(strategy: type[MoEEPStrategy], of_strategy: Options, of_module: Options, of_trainer: Options) -> Given:
     """A run as it would be read from a configuration."""
 
     def make() -> Made:
         L.seed_everything(7, verbose=False)
-        of_trainer = {"accelerator": "cpu", "plugins": [PoolEnvironment()], "max_steps": 3, **options}
-        return Made(Regression(), None, strategy(ep=ep, **of_strategy), *options_of(of_trainer))
+        options = {"accelerator": "cpu", "plugins": [PoolEnvironment()], "max_steps": 3, **of_trainer}
+        return Made(Regression(**of_module), None, strategy(**of_strategy), *options_of(options))
 
     return Given(make)
 
 
-def on_rank(strategies: Sequence[type[MoEEPStrategy]], ep: int, options: dict[str, Any]) -> list[Measured | None]:
-    return [measure(given(strategy, ep, options)) for strategy in strategies]
+Run = tuple[type[MoEEPStrategy], Options, Options, Options]
 
 
-def reports(
-    ranks: RankPool, strategies: Sequence[type[MoEEPStrategy]], *, world: int, ep: int, **options: Any
-) -> list[VerifyReport]:
-    options["devices"] = world
+def on_rank(runs: Sequence[Run]) -> list[Measured | None]:
+    return [measure(given(*run)) for run in runs]
+
+
+def reports(ranks: RankPool, world: int, *runs: Run) -> list[VerifyReport]:
+    """The reports on some runs, which the ranks do one after the other."""
     started = time.monotonic()
-    measured = ranks.run(on_rank, strategies, ep, options, world=world, timeout=50)[0]
-    return [
-        compare(given(strategy, ep, options), of_one, started=started)
-        for strategy, of_one in zip(strategies, measured, strict=True)
+    runs = tuple((kind, ours, module, {**options, "devices": world}) for kind, ours, module, options in runs)
+    measured = ranks.run(on_rank, runs, world=world, timeout=150)[0]
+    return [compare(given(*run), seen, started=started) for run, seen in zip(runs, measured, strict=True)]
+
+
+def check_planted(ranks: RankPool, world: int, *kinds: type[MoEEPStrategy]) -> None:
+    """At ep 2, each of them is the one fault that is told."""
+    for kind, report in zip(kinds, reports(ranks, world, *((k, {"ep": 2}, {}, {}) for k in kinds)), strict=True):
+        name, words = PLANTED[kind]
+        assert [fault.name for fault in report.faults] == [name], report.text()
+        assert words in report.faults[0].text
+        assert report.text().splitlines()[-1] == f"WRONG: {report.faults[0].text}"
+
+
+OFTEN = (NotAveraged, RoutingWeightsDetached, GroupNorm, MomentsLost)
+
+
+def test_faults_are_told_apart(ranks: RankPool) -> None:
+    check_planted(ranks, 4, *OFTEN)
+
+
+@pytest.mark.more
+def test_further_faults_are_told_apart(ranks: RankPool) -> None:
+    check_planted(ranks, 4, *(kind for kind in PLANTED if kind not in OFTEN))
+
+
+@pytest.mark.more
+def test_factors_are_told_apart_where_efsdp_is_3(ranks: RankPool) -> None:
+    check_planted(ranks, 6, *PLANTED)
+
+
+@pytest.mark.more
+def test_other_faults(ranks: RankPool) -> None:
+    summed, apart, dropped = reports(
+        ranks,
+        4,
+        (SummedOverEfsdp, {"ep": 1}, {}, {}),
+        (ReplicasApart, {"ep": 2, "replicate": 2}, {}, {}),
+        (TokensDropped, {"ep": 2}, {}, {}),
+    )
+    assert [fault.name for fault in summed.faults] == ["gradients-off-by-a-factor"]
+    assert "expert gradients are 4 = efsdp or world times what is right" in summed.faults[0].text
+    assert [fault.name for fault in apart.faults] == ["replicas-differ"]
+    assert "gradients that should be replicated differ between ranks: model.head.weight" in apart.faults[0].text
+    assert dropped.faults[0].name == "loss-wrong" and "rank 1 has " in dropped.faults[0].text
+    assert "rank 0 has" not in dropped.faults[0].text
+
+
+RIGHT: tuple[Run, ...] = (
+    (MoEEPStrategy, {"ep": 2, "dispatcher": "all_gather"}, {}, {"precision": "bf16-true"}),
+    (MoEEPStrategy, {"ep": 2, "dispatcher": "all_to_all"}, {"dropout": 0.0}, {"accumulate_grad_batches": 2}),
+    (MoEEPStrategy, {"ep": 2, "dispatcher": "three_chunks"}, {}, {"precision": "bf16-mixed"}),
+    (MoEEPStrategy, {"ep": "auto", "activation_checkpointing": "full"}, {"optimizer": "sgd"}, {}),
+    (MoEEPStrategy, {"ep": 2, "replicate": 1}, {}, {"gradient_clip_algorithm": "value"}),
+)
+
+
+def test_right_runs_raise_no_alarm(ranks: RankPool) -> None:
+    check_right(ranks, 2, *RIGHT[:3])
+
+
+def check_right(ranks: RankPool, world: int, *runs: Run) -> list[VerifyReport]:
+    found = reports(ranks, world, *runs)
+    for report in found:
+        assert report.right, report.text()
+        assert report.text().splitlines()[-1] == "Nothing wrong was found."
+        assert max(check.error for check in report.checks) < 1e-5
+        assert {check.what for check in report.checks} >= {
+            "loss",
+            "norm",
+            "dense gradients",
+            "expert gradients",
+            "router gradients",
+            "shared expert gradients",
+            "weights after a step",
+            "weights after a resume",
+        } - ({"norm"} if "clipped gradients" in {check.what for check in report.checks} else set())
+    return found
+
+
+@pytest.mark.more
+def test_further_right_runs_raise_no_alarm(ranks: RankPool) -> None:
+    check_right(ranks, 2, *RIGHT[3:])
+    infinite = {"callbacks": [ExpertGradientCallback(norm_type=float("inf"))]}
+    check_right(
+        ranks,
+        4,
+        (MoEEPStrategy, {"ep": 2, "replicate": 2}, {}, infinite),
+        (MoEEPStrategy, {"ep": 4, "save_distributed_checkpoint": False, "cpu_offload": True}, {}, {}),
+        (MoEEPStrategy, {"ep": 2, "computation": "loop", "init_on_meta": True}, {}, {}),
+    )
+
+
+def test_what_is_reported(ranks: RankPool) -> None:
+    (report,) = reports(ranks, 2, (SharedExpertEpTimes, {"ep": 2}, {}, {"precision": "bf16-mixed"}))
+    assert report.layouts == ["(replicate 1, efsdp 1, ep 2)", "(replicate 1, efsdp 2, ep 1)"]
+    assert report.changes == [
+        "fp32 in place of precision=bf16-mixed",
+        "model.blocks: 1 of 2 blocks (0) are kept",
+        "set to 0: Dropout.p, Regression.dropout",
     ]
+    worst = max(report.checks, key=lambda check: check.error)
+    # Of one layout only: at ep=1 there is nothing to count twice.
+    assert (worst.what, worst.layout) == ("shared expert gradients", report.layouts[0])
+    assert worst.at.startswith("model.blocks.0.moe.shared_expert.") and "held by rank" in worst.at
