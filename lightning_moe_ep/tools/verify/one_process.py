@@ -26,6 +26,9 @@ class OneProcess(SingleDeviceStrategy):
         self.losses: list[list[Tensor]] = [[] for _ in range(world_size)]
         self.batches: list[tuple[Any, ...]] = []
         """What `training_step` was called with, in this optimizer step."""
+        self.chosen: list[Tensor] = []
+        """The expert ids of the rank whose turn it is."""
+        self.chosen_by_rank: list[list[Tensor]] = [[] for _ in range(world_size)]
         self._repeats = False
 
     @override
@@ -63,6 +66,8 @@ class OneProcess(SingleDeviceStrategy):
             return super().training_step(batches[rank], *args, **kwargs)
         finally:
             self.global_rank = 0
+            self.chosen_by_rank[rank] += self.chosen
+            self.chosen.clear()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ep.experts import find_experts, find_routers
+from lightning_moe_ep.rows import is_recomputation
+from lightning_moe_ep.trees import tensors_of
 
 DETACHED = ("routing weights", "router input")
 """What may be out of the graph."""
@@ -17,10 +21,6 @@ DETACHED = ("routing weights", "router input")
 def parts_of(module: nn.Module) -> dict[str, str]:
     """Of which part of a plain model each trained parameter is: expert, shared expert, router, adapter or dense."""
     experts = find_experts(module)
-    try:
-        routers = set(find_routers(module).values())
-    except ValueError:
-        routers = set()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parts = dict.fromkeys((name for name, p in module.named_parameters() if p.requires_grad), "dense")
 
@@ -32,7 +32,7 @@ def parts_of(module: nn.Module) -> dict[str, str]:
         for name, inner in outer.named_modules():
             if "shared" in name.split(".")[-1] and found.module not in inner.modules():
                 mark(inner.parameters(), "shared expert")
-    for router in routers:
+    for router in _routers(module):
         mark(router.parameters(), "router")
     for found in experts:
         inside = dict(found.module.named_parameters())
@@ -66,6 +66,16 @@ def detached(module: nn.Module, what: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def record_choices(module: nn.Module, chosen: list[Tensor]) -> list[RemovableHandle]:
+    """Have routers that give expert ids leave them in `chosen`, but not when a forward is run again for backward."""
+
+    def hook(router: nn.Module, args: Any, output: Any) -> None:
+        if not is_recomputation() and torch.is_grad_enabled():
+            chosen.extend(t.cpu() for t in tensors_of(output) if not t.is_floating_point() and t.ndim == 2)
+
+    return [router.register_forward_hook(hook) for router in dict.fromkeys(_routers(module))]
 
 
 def _routers(module: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from lightning_moe_ep.strategy import MoEEPStrategy
 from lightning_moe_ep.tools.verify.cutting import cut, quiet
 from lightning_moe_ep.tools.verify.given import Given
 from lightning_moe_ep.tools.verify.memory import check_memory
+from lightning_moe_ep.tools.verify.parts import record_choices
 from lightning_moe_ep.tools.verify.seen import PARTS, Named, Phase, digest, norm_of
 from lightning_moe_ep.trees import map_tensors
 
@@ -40,6 +41,7 @@ class Probe(L.Callback):
         self._losses: list[float] = []
         self._before_clip: list[Tensor | None] = []
         self._absent: list[str] = []
+        self._chosen: list[Tensor] = []
         self._is_set_up = False
 
     def edit(self, module: L.LightningModule) -> None:
@@ -72,6 +74,7 @@ class Probe(L.Callback):
             num_experts=self.num_experts,
         )
         step = self.phase.step
+        record_choices(pl_module, self._chosen)
         parameters = dict(pl_module.named_parameters())
         raw = _whole(parameters)
         self.phase.holders = {name: _holders(p) for name, p in parameters.items() if isinstance(p, DTensor)}
@@ -131,11 +134,12 @@ class Probe(L.Callback):
             return
         step = self.phase.step
         trained = _trained(pl_module)
-        mine = (self._batches, self._losses, self._factors(pl_module, trained))
+        mine = (self._batches, self._losses, self._factors(pl_module, trained), self._chosen)
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyones, dst=0)
         if everyones is not None:
-            step.batches, step.losses, step.factors = (list(of_ranks) for of_ranks in zip(*everyones, strict=True))
+            facts = (list(of_ranks) for of_ranks in zip(*everyones, strict=True))
+            step.batches, step.losses, step.factors, step.chosen = facts
         parameters = dict(pl_module.named_parameters())
         step.clipped = to_plain(pl_module, _whole(_gradients(trained)))
         for name in self._absent:

@@ -32,6 +32,8 @@ class Step:
     """What `training_step` was given: of each rank, its micro-batches."""
     losses: list[list[float]] = field(default_factory=list)
     """What came of each, divided by the number of micro-batches."""
+    chosen: list[list[Tensor]] = field(default_factory=list)
+    """Of each rank, the expert ids that its routers gave, call by call."""
     gradients: Named = field(default_factory=dict)
     clip: float = math.nan
     """The largest norm, or value, that was left."""

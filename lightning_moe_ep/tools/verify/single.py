@@ -29,7 +29,7 @@ from lightning_moe_ep.tools.verify.cutting import cut, quiet
 from lightning_moe_ep.tools.verify.given import Given, Made, prepare
 from lightning_moe_ep.tools.verify.measure import exact_matrix_products
 from lightning_moe_ep.tools.verify.one_process import OneProcess
-from lightning_moe_ep.tools.verify.parts import DETACHED, detached, parts_of
+from lightning_moe_ep.tools.verify.parts import DETACHED, detached, parts_of, record_choices
 from lightning_moe_ep.tools.verify.seen import Measured, Named, Phase
 from lightning_moe_ep.trees import map_tensors
 
@@ -40,6 +40,8 @@ class Answer:
 
     losses: list[list[float]] = field(default_factory=list)
     """Of each rank, of its micro-batches, divided by their number."""
+    chosen: list[list[Tensor]] = field(default_factory=list)
+    """Of each rank, the expert ids that routers gave."""
     gradients: Named = field(default_factory=dict)
     detached: dict[str, Named] = field(default_factory=dict)
     """The gradients if something were detached, by `DETACHED`."""
@@ -167,6 +169,11 @@ class _Answering(L.Callback):
         return self.measured.phases[len(self.answers)]
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        record_choices(pl_module, strategy.chosen)
+
+    @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -185,6 +192,7 @@ class _Answering(L.Callback):
         module, phase = self._module, self._phase
         strategy: Any = module.trainer.strategy
         found = Answer(losses=[[float(loss) for loss in of_rank] for of_rank in strategy.losses])
+        found.chosen = [list(of_rank) for of_rank in strategy.chosen_by_rank]
         found.gradients = _gradients(module)
         if not self.explained(found.gradients, phase):
             for what in DETACHED:
@@ -213,6 +221,7 @@ class _Answering(L.Callback):
         self.answers.append(found)
         strategy.batches.clear()
         strategy.losses = [[] for _ in strategy.losses]
+        strategy.chosen_by_rank = [[] for _ in strategy.chosen_by_rank]
         trainer.should_stop = len(self.answers) == len(self.measured.phases)
 
     def _restore(self, optimizer: Optimizer, state: Mapping[str, Named]) -> None:

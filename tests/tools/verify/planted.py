@@ -196,6 +196,22 @@ class TokensDropped(_Patched):
             found.module.forward = lambda *args, original=original, keep=keep: original(*args) * keep
 
 
+class OneTokenElsewhere(_Patched):
+    """As if one token of a rank had been at a tie."""
+
+    def patch(self, model: nn.Module) -> None:
+        for router in find_routers(model).values():
+            original = router.forward
+
+            def forward(*args: Any, original: Callable[..., Any] = original) -> Any:
+                logits, weights, index = original(*args)
+                index = index.clone()
+                index[3] = (index[3] + 1) % 12
+                return (logits, weights, index) if dist.get_rank() == 1 else original(*args)
+
+            router.forward = forward
+
+
 class GroupNorm(MoEEPStrategy):
     """Each ep group clips by its own norm."""
 

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_moe_ep import ExpertGradientCallback, MoEEPStrategy
+from lightning_moe_ep.tools.verify import judge
 from lightning_moe_ep.tools.verify.compare import compare
 from lightning_moe_ep.tools.verify.given import Given, Made, options_of
 from lightning_moe_ep.tools.verify.measure import measure
@@ -22,6 +23,7 @@ from tests.tools.verify.planted import (
     GroupNorm,
     MomentsLost,
     NotAveraged,
+    OneTokenElsewhere,
     Regression,
     ReplicasApart,
     RoutingWeightsDetached,
@@ -83,6 +85,16 @@ def test_further_faults_are_told_apart(ranks: RankPool) -> None:
 @pytest.mark.more
 def test_factors_are_told_apart_where_efsdp_is_3(ranks: RankPool) -> None:
     check_planted(ranks, 6, *PLANTED)
+
+
+@pytest.mark.more
+def test_a_tie_is_no_fault(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "TIES", 0.05)
+    with pytest.raises(ValueError, match="1 of 24 tokens were so near a tie between experts that they chose others in"):
+        reports(ranks, 2, (OneTokenElsewhere, {"ep": 2}, {}, {}))
+    monkeypatch.setattr(judge, "TIES", 0.03)
+    (report,) = reports(ranks, 2, (MoEEPStrategy, {"ep": 2}, {}, {}))
+    assert report.right
 
 
 @pytest.mark.more
