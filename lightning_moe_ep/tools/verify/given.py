@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -98,7 +99,7 @@ def options_of(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "min_steps": None,
         "min_epochs": None,
         "max_time": None,
-        "logger": False,
+        "logger": DummyLogger(),  # a module may ask for its experiment
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -24,7 +26,6 @@ from lightning_moe_ep.tools.verify.given import Given
 from lightning_moe_ep.tools.verify.memory import check_memory
 from lightning_moe_ep.tools.verify.parts import record_choices
 from lightning_moe_ep.tools.verify.seen import PARTS, Named, Phase, digest, norm_of
-from lightning_moe_ep.trees import map_tensors
 
 
 class Probe(L.Callback):
@@ -94,7 +95,8 @@ class Probe(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batches.append(map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch))
+        # A copy first: what has a `to` of its own may be moved by it.
+        self._batches.append(move_data_to_device(copy.deepcopy(batch), torch.device("cpu")))
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +91,8 @@ def norm_of(gradients: Named, norm_type: float) -> float:
 
 def digest_of(batch: Any) -> str:
     """Tells batches apart by their tensors."""
-    return "".join(digest(tensor) for tensor in tensors_of(batch)) or repr(batch)
+    tensors = "".join(digest(tensor) for tensor in tensors_of(batch))
+    return tensors or hashlib.sha256(pickle.dumps(batch)).hexdigest()
 
 
 def digest(tensor: Tensor) -> str:

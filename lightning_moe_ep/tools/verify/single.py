@@ -31,7 +31,6 @@ from lightning_moe_ep.tools.verify.measure import exact_matrix_products
 from lightning_moe_ep.tools.verify.one_process import OneProcess
 from lightning_moe_ep.tools.verify.parts import DETACHED, detached, parts_of, record_choices
 from lightning_moe_ep.tools.verify.seen import Measured, Named, Phase
-from lightning_moe_ep.trees import map_tensors
 
 
 @dataclass
@@ -148,9 +147,8 @@ class _Answering(L.Callback):
         self._module = module
         module.on_before_batch_transfer = lambda batch, dataloader_idx: batch
         module.on_after_batch_transfer = lambda batch, dataloader_idx: self._as_marked(batch)
-        module.transfer_batch_to_device = lambda batch, device, dataloader_idx: map_tensors(
-            lambda tensor: tensor.to(device), batch
-        )
+        transfer = module.transfer_batch_to_device
+        module.transfer_batch_to_device = lambda batch, *where: [transfer(of_rank, *where) for of_rank in batch]
         module.configure_gradient_clipping = self._clip
 
     def _as_marked(self, batches: list[Any]) -> list[Any]:
