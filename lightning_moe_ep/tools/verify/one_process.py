@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,8 @@ class OneProcess(SingleDeviceStrategy):
     def _check_it_repeats(self, *args: Any) -> None:
         with torch.no_grad():
             one, other = (float(loss_of(self.of_rank(0, *args))) for _ in range(2))
+        if not math.isfinite(one):
+            raise ValueError(f"the loss of the first batch is {one}: there is nothing to compare")
         if abs(one - other) > 1e-6 * abs(one):
             raise ValueError(
                 f"the loss of one batch is {one:.7g} at first and {other:.7g} when it is computed again, with the same"

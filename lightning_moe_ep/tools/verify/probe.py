@@ -200,7 +200,7 @@ class Probe(L.Callback):
         differing = []
         for name in tensors:
             seen: dict[str, str] = {}
-            if any(seen.setdefault(part, digest) != digest for part, digest in (of[name] for of in everyones)):
+            if any(seen.setdefault(part, held) != held for part, held in (of[name] for of in everyones)):
                 differing.append(name)
         if differing:
             self.phase.step.differing.setdefault(what, differing)

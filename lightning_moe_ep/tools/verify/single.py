@@ -181,8 +181,8 @@ class _Answering(L.Callback):
         step = self._phase.step
         if self.answers:
             with torch.no_grad():
-                for name, parameter in pl_module.named_parameters():
-                    parameter.copy_(step.before[name])
+                for name, tensor in itertools.chain(pl_module.named_parameters(), pl_module.named_buffers()):
+                    tensor.copy_({**step.before, **step.buffers}[name])
             self._restore(trainer.optimizers[0], step.state_before)
 
     def _clip(self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:

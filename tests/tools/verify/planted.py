@@ -48,11 +48,11 @@ class Regression(L.LightningModule):
         return (self.model(self.entry(x)) - y).pow(2).mean() * 10
 
     def configure_optimizers(self) -> Any:
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.parameters(), lr=1e-3)
-            if self.optimizer == "adamw"
-            else torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
-        )
+        optimizer = {
+            "adamw": lambda: torch.optim.AdamW(self.parameters(), lr=1e-3),
+            "sgd": lambda: torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9),
+            "muon": lambda: torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=1e-2),
+        }[self.optimizer]()
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

