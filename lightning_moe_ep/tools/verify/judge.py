@@ -30,6 +30,9 @@ some gradients are zero but for round-off, as those of attention's key biases.""
 STEP_TOLERANCE = 1e-3
 """Of what a step changes in a weight or in an optimizer's state: fused, foreach and plain loops round differently."""
 
+STEP_TOLERANCES = {"Muon": 0.2}
+"""Of optimizers that compute in bf16."""
+
 ROUND_OFF = 5e-7
 """Of a weight itself."""
 
@@ -275,6 +278,7 @@ def _close(values: Iterable[float]) -> bool:
 def _judge_step(phase: Phase, answer: Answer, verdict: Verdict) -> None:
     """What the optimizer made of the gradients that it had."""
     step = phase.step
+    tolerance = STEP_TOLERANCES.get(phase.optimizer, STEP_TOLERANCE)
     states = {
         key: (of_key, answer.state_after.get(key, {}), step.state_before.get(key, {}))
         for key, of_key in step.state_after.items()
@@ -287,8 +291,8 @@ def _judge_step(phase: Phase, answer: Answer, verdict: Verdict) -> None:
         worst = max(errors, key=lambda one: one.error, default=Worst("", 0.0, ()))
         told = "weights" if what == "weights" else f"optimizer's {what}"
         verdict.checks.append(Check(str(phase.layout), f"{told} after a step", worst.error, _where(worst, phase)))
-        if worst.error > STEP_TOLERANCE:
-            count = sum(one.error > STEP_TOLERANCE for one in errors)
+        if worst.error > tolerance:
+            count = sum(one.error > tolerance for one in errors)
             verdict.add(faults.step_wrong(told, worst.name, worst.error, _where(worst, phase), count))
 
 

@@ -73,6 +73,7 @@ class Probe(L.Callback):
             own_clip=type(pl_module).configure_gradient_clipping is not L.LightningModule.configure_gradient_clipping,
             num_batches=trainer.num_training_batches,
             num_experts=self.num_experts,
+            optimizer=type(trainer.optimizers[0]).__name__,
         )
         step = self.phase.step
         record_choices(pl_module, self._chosen)
@@ -103,7 +104,7 @@ class Probe(L.Callback):
         if self.done:
             return
         step = self.phase.step
-        trained = _trained(pl_module)
+        trained = _trained(trainer, pl_module)
         has: list[list[bool]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(has, [parameter.grad is not None for parameter in trained.values()])
         self._absent = []
@@ -135,7 +136,7 @@ class Probe(L.Callback):
         if not self._before_clip:  # within an accumulation window
             return
         step = self.phase.step
-        trained = _trained(pl_module)
+        trained = _trained(trainer, pl_module)
         mine = (self._batches, self._losses, self._factors(pl_module, trained), self._chosen)
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyones, dst=0)
@@ -215,8 +216,10 @@ def _holders(parameter: DTensor) -> list[tuple[int, tuple[slice, ...]]]:
     return [(rank, part_of(parameter, (mesh == rank).nonzero()[0].tolist())) for rank in mesh.flatten().tolist()]
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+def _trained(trainer: L.Trainer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer has; of the rest nobody takes the norm."""
+    held = {id(parameter) for group in trainer.optimizers[0].param_groups for parameter in group["params"]}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) in held}
 
 
 def _gradients(trained: Mapping[str, nn.Parameter]) -> Named:

@@ -61,6 +61,8 @@ class Phase:
     """Whether the module clips in a way of its own."""
     num_batches: int | float
     """Of an epoch, on each rank."""
+    optimizer: str
+    """Its class."""
     step: Step = field(default_factory=Step)
     equal_experts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """By the experts module, pairs with the same weights at the start."""

@@ -95,7 +95,8 @@ def answer(
     trained.prepare(made)
     with exact_matrix_products():
         trainer.fit(made.module, DataLoader(_Batches(measured, trained.answers), batch_size=None))
-    return Single(trained.answers, trained.parts)
+    measured_parts = {name: part for name, part in trained.parts.items() if name in first.step.gradients}
+    return Single(trained.answers, measured_parts)
 
 
 class _Batches(IterableDataset):
@@ -191,12 +192,12 @@ class _Answering(L.Callback):
         strategy: Any = module.trainer.strategy
         found = Answer(losses=[[float(loss) for loss in of_rank] for of_rank in strategy.losses])
         found.chosen = [list(of_rank) for of_rank in strategy.chosen_by_rank]
-        found.gradients = _gradients(module)
+        found.gradients = _gradients(module, phase)
         if not self.explained(found.gradients, phase):
             for what in DETACHED:
                 with _not_logging(module), detached(module, what):
                     strategy.again(getattr(optimizer, "optimizer", optimizer))
-                found.detached[what] = _gradients(module)
+                found.detached[what] = _gradients(module, phase)
         for name, parameter in module.named_parameters():
             clipped = phase.step.clipped.get(name)  # an optimizer leaves those that have none alone
             parameter.grad = None if clipped is None else clipped.to(parameter.device, copy=True)
@@ -217,6 +218,7 @@ class _Answering(L.Callback):
                 if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
                     found.state_after.setdefault(key, {})[names[id(parameter)]] = value.cpu().clone()
         self.answers.append(found)
+        pl_module.zero_grad()  # of those too that no optimizer has
         strategy.batches.clear()
         strategy.losses = [[] for _ in strategy.losses]
         strategy.chosen_by_rank = [[] for _ in strategy.chosen_by_rank]
@@ -243,11 +245,12 @@ def one_by_one(self: GroupedExperts, hidden: Tensor, top_k_index: Tensor, top_k_
     return output
 
 
-def _gradients(module: nn.Module) -> Named:
+def _gradients(module: nn.Module, phase: Phase) -> Named:
+    """Of the parameters of which gradients were measured."""
     return {
         name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu().clone()
         for name, p in module.named_parameters()
-        if p.requires_grad
+        if name in phase.step.gradients
     }
 
 
