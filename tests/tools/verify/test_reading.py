@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_moe_ep.tools.verify.memory as memory
 from lightning_moe_ep import verify
 from lightning_moe_ep.cli.main import main
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.tools.verify.measure import other_ep
-from lightning_moe_ep.tools.verify.reading import smaller
+from lightning_moe_ep.tools.verify.reading import read, smaller
 from tests.cli.processes import QUICKSTART
-from tests.matrix import mostly_more
+from tests.tools.verify.test_cutting import SMALL
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -113,24 +114,27 @@ def test_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.check_memory(does_not, layout, torch.device("cpu"), ranks_on_node=1)
 
 
-@pytest.mark.parametrize("planted", mostly_more([None, "NotAveraged"], "NotAveraged"))
-def test_the_command(planted: str | None, tmp_path: Path) -> None:
+OF_DATA = ["--data.max_bytes=200000", "--data.block_size=64", "--trainer.precision=bf16-mixed"]
+
+
+def test_the_command(tmp_path: Path) -> None:
     """The function runs the command as it is typed, and reads what it prints."""
-    strategy = ["--trainer.strategy.ep=2"]
-    if planted:
-        strategy = [f"--trainer.strategy=tests.tools.verify.planted.{planted}", *strategy]
-    report = verify(
-        QUICKSTART,
-        *strategy,
-        f"--data.cache_dir={tmp_path}",
-        "--data.max_bytes=200000",
-        "--data.block_size=64",
-        "--trainer.precision=bf16-mixed",
-        layers=2,
-        width=64,
-    )
-    assert [fault.name for fault in report.faults] == (["experts-not-averaged"] if planted else [])
-    assert report.right is not bool(planted)
+    strategy = ["--trainer.strategy=tests.tools.verify.planted.NotAveraged", "--trainer.strategy.ep=2"]
+    report = verify(QUICKSTART, *strategy, f"--data.cache_dir={tmp_path}", *OF_DATA, layers=2, width=64)
+    assert [fault.name for fault in report.faults] == ["experts-not-averaged"] and not report.right
     assert "fp32 in place of precision=bf16-mixed" in report.changes and "hidden_size=64, not 128" in report.changes
     assert report.seconds < 60
     assert type(report).from_json(json.dumps(report.as_dict())) == report
+
+
+@pytest.mark.more
+def test_a_pretrained_model_is_verified_with_new_weights(tmp_path: Path) -> None:
+    config = {**SMALL, "num_hidden_layers": 3, "num_experts": 8, "moe_intermediate_size": 32, "vocab_size": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **config)).save_pretrained(tmp_path / "model")
+    model = ["--model.config=null", f"--model.pretrained={tmp_path / 'model'}"]
+    given = read(["--config", str(QUICKSTART), *model], experts=4, width=32)
+    unread = f"{tmp_path / 'model'} is not read: the weights are new"
+    assert given.changes[:2] == [unread, "num_local_experts=4, not 8"] and "hidden_size=32, not 64" in given.changes
+    report = verify(QUICKSTART, *model, f"--data.cache_dir={tmp_path / 'data'}", *OF_DATA)
+    assert report.right, report.text()
+    assert unread in report.changes and "model.model.layers: 1 of 3 blocks (0) are kept" in report.changes
