@@ -76,10 +76,9 @@ class _Folder:
         return self.path
 
     def remove(self) -> None:
-        if self.path and dist.is_initialized():
-            dist.barrier()
-            if dist.get_rank() == 0:
-                rmtree(Path(self.path).parent, ignore_errors=True)
+        # No barrier, which a failed rank would not come to: a step was made since all had read it.
+        if self.path and dist.is_initialized() and dist.get_rank() == 0:
+            rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 def _trainer(made: Made, probe: Probe) -> L.Trainer:

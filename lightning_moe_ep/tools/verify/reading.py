@@ -35,6 +35,7 @@ class _Reader(LightningCLI):
     def instantiate_classes(self) -> None:
         pass
 
+    # Private; read at lightning 2.6.6.
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         pass
