@@ -31,10 +31,11 @@ class Samples(Dataset):  # type: ignore[type-arg]
 class Regression(L.LightningModule):
     """Two blocks of `OwnModel`, alike, with a shared expert; some dropout, which is to be taken out."""
 
-    def __init__(self, dropout: float = 0.5, optimizer: str = "adamw") -> None:
+    def __init__(self, dropout: float = 0.5, optimizer: str = "adamw", noise: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
         self.optimizer = optimizer
+        self.noise = noise
 
     def configure_model(self) -> None:
         self.model = OwnModel(num_experts=12, intermediate_size=24)
@@ -45,7 +46,7 @@ class Regression(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = (part.flatten(0, 1) for part in batch)
-        return (self.model(self.entry(x)) - y).pow(2).mean() * 10
+        return (self.model(self.entry(x)) - y).pow(2).mean() * 10 + self.noise * torch.rand(())
 
     def configure_optimizers(self) -> Any:
         optimizer = {

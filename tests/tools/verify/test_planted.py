@@ -130,6 +130,22 @@ def test_a_tie_is_no_fault(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> 
     assert report.right
 
 
+def test_manual_optimization_is_refused() -> None:
+    module = Regression()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="Regression optimizes by itself"):
+        measure(Given(lambda: Made(module, None, MoEEPStrategy(), {}, [])))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("noise", "words"), [(1.0, "draws random numbers in a way"), (float("nan"), "is nan: there is")]
+)
+def test_a_loss_that_cannot_be_compared_is_refused(ranks: RankPool, noise: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        reports(ranks, 2, (MoEEPStrategy, {"ep": 2}, {"noise": noise}, {}))
+
+
 @pytest.mark.more
 def test_other_faults(ranks: RankPool) -> None:
     summed, apart, dropped = reports(
