@@ -3,7 +3,13 @@
 import logging
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback, ShardedWeightAveraging
+from lightning_moe_ep.callbacks import (
+    ExpertAlert,
+    ExpertBiasCallback,
+    ExpertGradientCallback,
+    ExpertLoadMonitor,
+    ShardedWeightAveraging,
+)
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
@@ -39,8 +45,10 @@ __all__ = [
     "CausalLMModule",
     "Dispatch",
     "Dispatcher",
+    "ExpertAlert",
     "ExpertBiasCallback",
     "ExpertGradientCallback",
+    "ExpertLoadMonitor",
     "ExpertsAdapter",
     "GroupedExperts",
     "HuggingFaceExport",
