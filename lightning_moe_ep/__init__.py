@@ -8,6 +8,7 @@ from lightning_moe_ep.callbacks import (
     ExpertBiasCallback,
     ExpertGradientCallback,
     ExpertLoadMonitor,
+    SentinelCallback,
     ShardedWeightAveraging,
 )
 from lightning_moe_ep.causal_lm import CausalLMModule
@@ -57,6 +58,7 @@ __all__ = [
     "Meshes",
     "MoEEPStrategy",
     "MoELayer",
+    "SentinelCallback",
     "ShardedWeightAveraging",
     "SharedExpert",
     "TextDataModule",

@@ -6,6 +6,7 @@ from lightning_moe_ep.callbacks.balance import ExpertBiasCallback
 from lightning_moe_ep.callbacks.gradients import ExpertGradientCallback
 from lightning_moe_ep.callbacks.load_report import LayerLoad, LoadReport
 from lightning_moe_ep.callbacks.monitor import ExpertLoadMonitor
+from lightning_moe_ep.callbacks.sentinel import SentinelCallback
 
 __all__ = [
     "ExpertAlert",
@@ -14,6 +15,7 @@ __all__ = [
     "ExpertLoadMonitor",
     "LayerLoad",
     "LoadReport",
+    "SentinelCallback",
     "ShardedWeightAveraging",
     "averaging_of",
 ]
