@@ -3,7 +3,14 @@
 import logging
 
 from lightning_moe_ep.balance import load_balancing_loss
-from lightning_moe_ep.callbacks import ExpertBiasCallback, ExpertGradientCallback, ShardedWeightAveraging
+from lightning_moe_ep.callbacks import (
+    ExpertAlert,
+    ExpertBiasCallback,
+    ExpertGradientCallback,
+    ExpertLoadMonitor,
+    SentinelCallback,
+    ShardedWeightAveraging,
+)
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import LoadReport, build_pretrained, load_pretrained
 from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_folder
@@ -32,6 +39,7 @@ from lightning_moe_ep.other_lightning import name_the_import
 from lightning_moe_ep.parallelize import parallelize
 from lightning_moe_ep.strategy import MoEEPStrategy, register_strategies
 from lightning_moe_ep.tools.plan import Machine, Plan, machine_of, plan
+from lightning_moe_ep.tools.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -39,8 +47,10 @@ __all__ = [
     "CausalLMModule",
     "Dispatch",
     "Dispatcher",
+    "ExpertAlert",
     "ExpertBiasCallback",
     "ExpertGradientCallback",
+    "ExpertLoadMonitor",
     "ExpertsAdapter",
     "GroupedExperts",
     "HuggingFaceExport",
@@ -51,10 +61,12 @@ __all__ = [
     "MoEEPStrategy",
     "MoELayer",
     "Plan",
+    "SentinelCallback",
     "ShardedWeightAveraging",
     "SharedExpert",
     "TextDataModule",
     "TopKRouter",
+    "VerifyReport",
     "build_meshes",
     "build_pretrained",
     "convert_to_file",
@@ -76,6 +88,7 @@ __all__ = [
     "save_adapter",
     "split_by_rank",
     "spread_experts",
+    "verify",
 ]
 
 register_strategies()

@@ -138,7 +138,8 @@ def parallelize(
             dispatch = partial(make_dispatcher(group), experts=compute)
         # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
         as_it_is = computation in ("auto", "native") or not found.adapter.by_compute_experts
-        found.adapter.install(torch.compiler.disable(dispatch), alone=meshes.host_ep_group is None and as_it_is)
+        dispatch = torch.compiler.disable(spread.telling(dispatch))
+        found.adapter.install(dispatch, alone=meshes.host_ep_group is None and as_it_is)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     placement = _expert_placement(expert_parameters(model), meshes)

@@ -33,6 +33,8 @@ class RoutingStatistics:
     """
 
     def __init__(self) -> None:
+        self.readers: list[RoutingStatistics] = []
+        """Others that count the same from now on, and are reset on their own."""
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +62,13 @@ class RoutingStatistics:
         self.bytes_sent += bytes_sent
         before = self.pairs_of_expert
         self.pairs_of_expert = pairs_of_expert.detach().clone() if before is None else before.add_(pairs_of_expert)
+        for reader in self.readers:
+            reader.count(
+                rows_sent=rows_sent,
+                rows_received=rows_received,
+                bytes_sent=bytes_sent,
+                pairs_of_expert=pairs_of_expert,
+            )
 
 
 def is_recomputation() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch, load, scale, step
+from benchmarks import dispatch, load, monitor, scale, sentinel, step
 from benchmarks.harness import on_ranks
 
 
@@ -42,6 +42,19 @@ def test_load(tmp_path: Path) -> None:
     assert case["disk_mib"][load.OURS] < 1.1 * size
     peaks = {name: on_ranks(load.measure, 2, tmp_path, 1, False, name) for name in (load.OURS, load.THEIRS)}
     assert size / 2 < peaks[load.OURS] < peaks[load.THEIRS]
+
+
+@pytest.mark.more
+def test_monitor() -> None:
+    case = on_ranks(monitor.measure, 2, 2, 2, 32, 8, 2, 64, 2)
+    assert 0 < case["hooks_ms"] < case["step_ms"]
+    assert 0 < case["share_of_hooks"] < case["share_with_reports_every_50"] < case["share_with_heatmaps_every_500"]
+
+
+def test_sentinel() -> None:
+    case = sentinel.measure(1, 1, 32, 4, 256, 4, 2)
+    assert case["checks"] == 2  # after the first step, and the third
+    assert 0 < case["share_of_hooks"] < 1 and case["hooks_ms_a_check"] > 0
 
 
 def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

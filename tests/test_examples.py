@@ -15,6 +15,7 @@ RESULTS = {
     "own_model.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
     "own_dispatcher.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
     "own_experts.py": (r"^mean squared error (\d\.\d{4}) ", 0.05),
+    "routing_collapse.py": (r"^balanced: 0 of 64 experts dead, the busiest does (\d\.\d) times", 2.5),
 }
 """By program: where its result is in what it prints, and what it has to be below."""
 
@@ -31,6 +32,9 @@ def test_example(name: str, tmp_path: Path) -> None:
     (result,) = re.findall(pattern, printed, flags=re.MULTILINE)
     assert float(result) < limit, printed
     assert list(tmp_path.iterdir()) == []
+    if name == "routing_collapse.py":
+        ((dead, busiest),) = re.findall(r"^left alone: (\d+) of 64 .* does (\d\.\d) times", printed, flags=re.MULTILINE)
+        assert int(dead) > 16 and float(busiest) > 4 and "alert: 1" in printed, printed
 
 
 @pytest.mark.more

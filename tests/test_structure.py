@@ -50,6 +50,7 @@ FLOORS = {
     "data": 1,
     "remember": 0,
     "other_lightning": 0,
+    "faults": 0,
     "rows": 0,
     "trees": 0,
 }

@@ -7,7 +7,6 @@ bias of each expert up or down by a fixed amount: DeepSeek-V3, arXiv 2412.19437 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,11 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_moe_ep.callbacks.load import LoadCounter
 from lightning_moe_ep.experts import ChoiceBias, biases_around, find_experts
-from lightning_moe_ep.rows import is_recomputation
 
 
 class ExpertBiasCallback(L.Callback):
@@ -54,9 +52,7 @@ class ExpertBiasCallback(L.Callback):
             raise ValueError(f"update_rate={update_rate} must be 0 or more, such as 0.001")
         self.update_rate = update_rate
         self.bias_name = bias_name
-        self._hooks: list[RemovableHandle] = []
-        self._counting = False
-        self._forwards = 0
+        self._counter: LoadCounter | None = None
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,46 +63,36 @@ class ExpertBiasCallback(L.Callback):
             ValueError: there is no bias, more than one that may be it, or one that would not be saved or is not in
                 fp32; on every rank.
         """
-        self._remove_hooks()
+        self._close()
         biases = _find_biases(pl_module, self.bias_name)
-        sizes = [bias.experts.num_experts for bias in biases]
         device = trainer.strategy.root_device
+        self._counter = LoadCounter([bias.experts for bias in biases], device)
+        sizes = self._counter.sizes
         self._biases = [bias.tensor for bias in biases]
         self._num_experts = torch.tensor(sizes, device=device)
         self._layer = torch.arange(len(sizes), device=device).repeat_interleave(
             self._num_experts, output_size=sum(sizes)
         )
-        self._loads = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._forwards = 0
-        for bias, load in zip(biases, self._loads.split(sizes), strict=True):
-            count = partial(self._count, load)
-            self._hooks.append(bias.experts.module.register_forward_pre_hook(count, with_kwargs=True))
-
-    def _count(self, load: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._counting or is_recomputation():
-            return
-        top_k_index: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
-        picked = top_k_index.flatten().long()
-        chooses = (picked >= 0) & (picked < len(load))  # else it chooses no expert
-        load.scatter_add_(0, torch.where(chooses, picked, 0), chooses.long())
-        self._forwards += 1
 
     # Not by `module.training`: a model may be trained in eval mode.
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
-        self._counting = True
+        assert self._counter is not None
+        self._counter.counting = True
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
-        self._counting = False
+        assert self._counter is not None
+        self._counter.counting = False
 
     @override
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if not self._forwards:
+        assert self._counter is not None
+        if not self._counter.forwards:
             return
-        loads, layer, num_experts = self._loads, self._layer, self._num_experts
+        loads, layer, num_experts = self._counter.loads(), self._layer, self._num_experts
         if trainer.world_size > 1:
             dist.all_reduce(loads)
         total = torch.zeros_like(num_experts).index_add_(0, layer, loads)
@@ -117,22 +103,20 @@ class ExpertBiasCallback(L.Callback):
         steps = (self.update_rate * direction.float()).split([bias.numel() for bias in self._biases])
         for bias, step in zip(self._biases, steps, strict=True):
             _add(bias, step.view(bias.shape))
-        loads.zero_()
-        self._forwards = 0
+        self._counter.reset()
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._remove_hooks()
+        self._close()
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._counting = False
-        self._remove_hooks()
+        self._close()
 
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _close(self) -> None:
+        if self._counter is not None:
+            self._counter.close()
+        self._counter = None
 
 
 def _add(bias: Tensor, step: Tensor) -> None:

@@ -4,6 +4,7 @@ from lightning_moe_ep.checkpoint.background import Saver
 from lightning_moe_ep.checkpoint.pretrained import (
     LoadReport,
     build_pretrained,
+    leave_unread,
     load_pretrained,
     pretrained_config,
     read_pretrained,
@@ -24,6 +25,7 @@ __all__ = [
     "describe",
     "full_model_state",
     "full_optimizer_state",
+    "leave_unread",
     "load",
     "load_pretrained",
     "pretrained_config",

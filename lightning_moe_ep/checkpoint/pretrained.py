@@ -143,6 +143,12 @@ def waiting_places(module: nn.Module) -> list[Place]:
     return places
 
 
+def leave_unread(module: nn.Module) -> list[str]:
+    """Let the models in `module` that `build_pretrained` made have new weights; returns the folders."""
+    waiting = [vars(model).pop(_WAITING, None) for model in module.modules()]
+    return [str(folder) for folder, _ in filter(None, waiting)]
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What reading a model took on this rank."""

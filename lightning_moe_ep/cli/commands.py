@@ -1,4 +1,7 @@
-"""The commands beside LightningCLI's: `export` and `inspect` look at what a run has left, `plan` at one to come."""
+"""The commands beside LightningCLI's.
+
+`export` and `inspect` look at what a run has left, `plan` at one to come; `verify` compares one with a single process.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from lightning_moe_ep.checkpoint.convert import convert_to_file, convert_to_fold
 from lightning_moe_ep.checkpoint.export import MAX_MEMORY, MAX_SHARD_SIZE, export_to_hugging_face
 from lightning_moe_ep.checkpoint.inspection import inspect_path
 from lightning_moe_ep.cli.plan import DESCRIPTION, run_plan
+from lightning_moe_ep.tools import verify
 
 
 def export(
@@ -98,5 +102,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "export": ("Write a checkpoint as a Hugging Face folder, as one file or as a sharded folder.", _export),
     "inspect": ("Show what a checkpoint or a Hugging Face folder holds, and what is wrong with it.", _inspect),
     "plan": (DESCRIPTION, run_plan),
+    "verify": (verify.DESCRIPTION, verify.command),
 }
 """By its name what a command does, and what runs it: from its arguments to the exit status."""

@@ -35,7 +35,7 @@ class AllGatherDispatcher(Dispatcher):
         ep.statistics.count(
             rows_sent=others,
             rows_received=others,
-            bytes_sent=others * hidden.shape[1] * (hidden.element_size() + dtype.itemsize),
+            bytes_sent=others * (hidden.shape[1] * hidden.element_size() + partial.shape[1] * dtype.itemsize),
             pairs_of_expert=groups.sizes,
         )
         return reduce_scatter_rows(partial.to(dtype), ep.group)[:num_tokens].to(hidden.dtype)

@@ -66,12 +66,13 @@ class AllToAllDispatcher(Dispatcher):
             own_sums.index_add(0, chunk.sent_tokens - chunk.first_token, sums.wait().float())
             for chunk, (own_sums, sums) in zip(chunks, returning, strict=True)
         ]
-        for chunk in chunks:
+        for chunk, output in zip(chunks, outputs, strict=True):
             sent, received = sum(chunk.rows.send), sum(chunk.rows.receive)
+            row, sum_of_row = hidden.shape[1] * hidden.element_size(), output.shape[1] * dtype.itemsize
             group.statistics.count(
                 rows_sent=sent,
                 rows_received=received,
-                bytes_sent=hidden.shape[1] * (sent * hidden.element_size() + received * dtype.itemsize),
+                bytes_sent=sent * row + received * sum_of_row,
                 pairs_of_expert=chunk.groups.sizes,
             )
         return torch.cat(outputs).to(hidden.dtype)

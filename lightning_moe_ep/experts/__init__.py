@@ -2,7 +2,7 @@
 
 from lightning_moe_ep.experts import families as families
 from lightning_moe_ep.experts import module_list as module_list
-from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, is_a, register_experts
+from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, Watcher, is_a, register_experts
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts, modules_called
@@ -19,8 +19,10 @@ from lightning_moe_ep.experts.spread import (
     lone_expert_parameters,
     mark_spread,
     spread_experts,
+    spread_of,
 )
 from lightning_moe_ep.experts.stacked import with_zero_gradients
+from lightning_moe_ep.experts.watching import WatchHandle, watch_routing
 
 __all__ = [
     "ChoiceBias",
@@ -35,6 +37,8 @@ __all__ = [
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
+    "WatchHandle",
+    "Watcher",
     "biases_around",
     "check_not_quantized",
     "choice_biases",
@@ -53,6 +57,8 @@ __all__ = [
     "plain_class",
     "register_experts",
     "spread_experts",
+    "spread_of",
     "to_plain",
+    "watch_routing",
     "with_zero_gradients",
 ]

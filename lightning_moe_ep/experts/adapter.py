@@ -39,6 +39,13 @@ class Dispatch(Protocol):
         """
 
 
+class Watcher(Protocol):
+    """Is told of the routing of each forward."""
+
+    def __call__(self, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+        """Both `[T, K]`, of this rank's tokens; an id outside `[0, E)` chooses no expert."""
+
+
 class ExpertsAdapter(ABC):
     """Base of all adapters; see `register_experts`.
 
@@ -57,6 +64,9 @@ class ExpertsAdapter(ABC):
 
     equal_tokens: bool = True
     """Whether ranks dispatch equally many tokens where the model's inputs have equally many."""
+
+    called_with_routing: bool = True
+    """Whether the plain module is called with the routing, as its second and third argument or by these names."""
 
     block: nn.Module | None = None
     """The module around that calls the experts, where its forward is what `install` replaces: it stays in one piece."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_moe_ep.experts.adapter import ExpertsAdapter
+from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, Watcher
 from lightning_moe_ep.rows import RoutingStatistics
 
 _ATTRIBUTE = "_spread_experts"
@@ -37,9 +37,25 @@ class SpreadExperts:
     statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
     """What was routed, counted on the device; nothing at ep=1."""
 
+    watchers: list[Watcher] = field(default_factory=list)
+    """Told of the routing of each forward; see `watch_routing`."""
+
     @property
     def num_local(self) -> int:
         return self.num_experts // self.ep
+
+    def tell(self, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+        for watcher in self.watchers:
+            watcher(top_k_index, top_k_weights)
+
+    def telling(self, dispatch: Dispatch) -> Dispatch:
+        """A dispatch that tells the watchers first."""
+
+        def tell_and_dispatch(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            self.tell(top_k_index, top_k_weights)
+            return dispatch(hidden, top_k_index, top_k_weights)
+
+        return tell_and_dispatch
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that carry the expert dimension; the module may have others, which all experts share."""

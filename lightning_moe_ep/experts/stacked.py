@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, local_parameter, register_experts
 from lightning_moe_ep.experts.compute import compute_experts, expert_counts, native, up_name
+from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.rows import RowGroups
 
 
@@ -63,7 +64,13 @@ class NativeExperts(ExpertsAdapter):
     @override
     def install(self, dispatch: Dispatch, *, alone: bool) -> None:
         # Outside of what is compiled at every ep: torch 2.13 traces a grouped_mm in bf16 only.
-        original = torch.compiler.disable(self.module.forward)
+        own = self.module.forward
+
+        @torch.compiler.disable
+        def original(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            if (spread := spread_of(self.module)) is not None:
+                spread.tell(index, weights)
+            return own(hidden, index, weights)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, index, weights = (*args, *(kwargs[name] for name in self._arguments[len(args) :]))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_moe_ep.experts.adapter import Dispatch
 from lightning_moe_ep.experts.isolation import random_numbers_from, random_state, without_effects
 from lightning_moe_ep.experts.members import StackedMembers, with_tie
-from lightning_moe_ep.experts.spread import spread_experts
+from lightning_moe_ep.experts.spread import spread_experts, spread_of
 from lightning_moe_ep.experts.stacked import with_zero_gradients
 from lightning_moe_ep.remember import once, unremembered
 from lightning_moe_ep.trees import map_tensors, tensors_of
@@ -42,16 +42,21 @@ class OnePass:
     @torch.compiler.disable  # a block that is compiled would be traced with the rows of one moment
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters, ties = self._parameters()
-        rows = 0
+        numbers: list[int] = []
+        sizes: list[int] = []
 
         def answer(number: int, *args: Any, **kwargs: Any) -> Any:
-            nonlocal rows
-            rows += sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            numbers.append(number)
+            sizes.append(given[0].numel() // self._experts.width_in if given else 0)
             return self._run(parameters, number, *args, **kwargs)
 
         with self._experts.answering(answer):
             result = self._forward(*args, **kwargs)
-        if not rows:
+        if (spread := spread_of(self._experts)) is not None and spread.watchers:
+            index = _index_of_rows(numbers, sizes, next(self._experts.parameters()).device)
+            spread.tell(index, torch.ones_like(index, dtype=torch.float32))
+        if not any(sizes):
             ties += [*tensors_of((args, kwargs)), *_beside(self._block)]
         return _tied(result, ties)
 
@@ -154,9 +159,7 @@ class TwoPasses:
         """The outputs for all rows, by way of their experts."""
         if torch.is_grad_enabled() and not rows.requires_grad:
             rows.requires_grad_()
-        numbers = torch.tensor([call.number for call in calls], dtype=torch.int64, device=rows.device)
-        counts = torch.tensor(sizes, dtype=torch.int64, device=rows.device)
-        index = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        index = _index_of_rows([call.number for call in calls], sizes, rows.device)
         return self._dispatch(rows, index, rows.new_ones(len(rows), 1, requires_grad=False))
 
     @cached_property
@@ -285,6 +288,13 @@ class TwoPasses:
             for module, mode in modes.items():
                 module.training = mode
         return together.shape == (2, self._experts.width_out) and _close(together, apart)
+
+
+def _index_of_rows(numbers: list[int], sizes: list[int], device: torch.device) -> Tensor:
+    """`[R, 1]`: the expert of each row, of calls of the experts `numbers` with so many rows."""
+    of_calls = torch.tensor(numbers, dtype=torch.int64, device=device)
+    counts = torch.tensor(sizes, dtype=torch.int64, device=device)
+    return of_calls.repeat_interleave(counts, output_size=sum(sizes)).unsqueeze(1)
 
 
 def _joined(inputs: list[Tensor], none: Tensor) -> Tensor:

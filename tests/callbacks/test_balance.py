@@ -51,7 +51,7 @@ def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **opti
     balance = ExpertBiasCallback(RATE)
     fitted = trainer(strategy, callbacks=[balance, *callbacks], **{"max_epochs": 1, **options})
     fitted.fit(module)
-    assert not balance._hooks
+    assert balance._counter is None
     return fitted
 
 
@@ -190,7 +190,7 @@ class Counted(L.Callback):
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         (balance,) = (callback for callback in trainer.callbacks if isinstance(callback, ExpertBiasCallback))
-        self.loads.append(balance._loads.tolist())
+        self.loads.append(balance._counter.loads().tolist())
 
 
 def _variant(kind: type[CaseModule]) -> list[list[int]]:

@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = run(capsys, "--help")
-    for command in ("export", "inspect"):
+    for command in ("export", "inspect", "verify"):
         assert re.search(rf"^ +{command} ", printed, flags=re.MULTILINE)
         status, out, _ = run(capsys, command, "--help")
         assert status == 0 and out.startswith(f"usage: lightning-moe-ep {command} ")

@@ -114,7 +114,7 @@ def test_any_routing(ranks: RankPool, data: st.DataObject) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
-def counts_of_layer(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def counts_of_layer(name: str, dtype: torch.dtype, widens: int = 1) -> dict[str, Any]:
     """On a rank: what one layer with T=64, H=512, E=64, K=8 sends and asks, and what it had to send."""
     sizes = (512, 64, 8)
     group = group_of(64)
@@ -125,7 +125,10 @@ def counts_of_layer(name: str, dtype: torch.dtype) -> dict[str, Any]:
     weights = weights.to(dtype).requires_grad_()
     owners = index // group.num_local
     remote = [set(row) - {group.group.rank()} for row in owners.tolist()]
-    experts = partial(compute_experts, module, computation="grouped_mm")
+
+    def experts(*args: Any) -> Tensor:
+        return compute_experts(module, *args, computation="grouped_mm").repeat(1, widens)
+
     dispatcher = dispatcher_class(name)(group)
     with counted() as forward:
         output = dispatcher(hidden, index, weights, experts)
@@ -160,6 +163,13 @@ def test_all_to_all_sends_exactly_the_rows_needed(
         assert extra == result["pairs"] * (dtype.itemsize + 2)
         assert extra <= metadata * result["row_bytes"] * statistics.rows_sent
     assert sum(result["computed"] for result in results) == ep * 64 * 8
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all"])
+def test_bytes_of_sums_that_are_wider_than_the_rows(ranks: RankPool, dispatcher: str) -> None:
+    for result in ranks.run(counts_of_layer, dispatcher, torch.float32, 2, world=2):
+        statistics = result["statistics"]
+        assert statistics.bytes_sent == result["row_bytes"] * (statistics.rows_sent + 2 * statistics.rows_received)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

@@ -22,6 +22,7 @@ class JetMoeLinear(ExpertsAdapter):
     """`JetMoeParallelExperts` (read at transformers 5.24)."""
 
     parameters = ("weight",)
+    called_with_routing = False
 
     @classmethod
     @override

@@ -26,6 +26,7 @@ class Llama4Experts(ExpertsAdapter):
     parameters = ("gate_up_proj", "down_proj")
     computations = frozenset({"auto", "grouped_mm", "loop"})
     by_compute_experts = True
+    called_with_routing = False
 
     def __init__(self, module: nn.Module, block: nn.Module) -> None:
         super().__init__(module)
