@@ -104,7 +104,7 @@ def _machine(given: Any, precision: str) -> Machine:
         "flops": None if given.tflops is None else given.tflops * 1e12,
         "intra": None if given.intra_gbps is None else given.intra_gbps * 1e9,
         "inter": None if given.inter_gbps is None else given.inter_gbps * 1e9,
-        "latency": None if given.latency_us is None else given.latency_us * 1e-6,
+        "latency": None if given.latency_us is None else given.latency_us / 1e6,
     }
     for name, value in typed.items():
         if value is not None and value <= 0:

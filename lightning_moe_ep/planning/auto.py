@@ -16,11 +16,11 @@ from torch import nn
 
 from lightning_moe_ep.layout import Layout, divisors_of
 from lightning_moe_ep.planning.estimate import cost_of, time_of
-from lightning_moe_ep.planning.exchange import chosen_dispatcher
+from lightning_moe_ep.planning.exchange import Exchanged, chosen_dispatcher
 from lightning_moe_ep.planning.look import Look, by_parameters
 from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.planning.shapes import ModelShapes, part_of, shapes_of
-from lightning_moe_ep.planning.wire import Step, exchanged, wire_of
+from lightning_moe_ep.planning.wire import Step, layers_of, wire_of
 
 _KNOWN = ("auto", "all_gather", "all_to_all", "overlapped")
 
@@ -85,7 +85,7 @@ def choose_ep(
     shapes = shapes_of(model, precision=precision, fp32_modules=options["fp32_modules"])
     if any(experts.top_k is None or experts.hidden_size is None for experts in shapes.experts):
         return None
-    look = by_parameters(model, shapes, "")
+    look, layers = by_parameters(model, shapes, ""), layers_of(shapes, {})
     step = Step(
         tokens=tokens,
         micro_batches=micro_batches,
@@ -97,7 +97,14 @@ def choose_ep(
     )
     considered = [
         _consider(
-            shapes, Layout.for_world(world, ep=ep, replicate=replicate), step, look, machine, options, devices_per_node
+            shapes,
+            Layout.for_world(world, ep=ep, replicate=replicate),
+            step,
+            look,
+            machine,
+            layers,
+            options["dispatcher"],
+            devices_per_node,
         )
         for ep in divisors_of(world // replicate)
         if all(experts.num_experts % ep == 0 for experts in shapes.experts)
@@ -126,15 +133,15 @@ def _consider(
     step: Step,
     look: Look,
     machine: Machine,
-    options: Mapping[str, Any],
+    layers: Mapping[str, Exchanged],
+    dispatcher: str,
     devices_per_node: int,
 ) -> _Considered:
-    dispatcher = options["dispatcher"]
     if dispatcher == "auto" and layout.ep > 1:
-        first = exchanged(shapes, shapes.experts[0], None)
+        first, *_ = layers.values()
         dispatcher = chosen_dispatcher(first, ep=layout.ep, combine_dtype=step.combine_dtype)
     step = replace(step, dispatcher=dispatcher)
-    wire = wire_of(shapes, layout, step, devices_per_node=devices_per_node)
+    wire = wire_of(shapes, layout, step, devices_per_node=devices_per_node, layers=layers)
     time = time_of(wire, look, step, machine)
     stays, gathered = 0, dict.fromkeys((unit.name for unit in shapes.units), 0)
     units = {unit.name: unit for unit in shapes.units}

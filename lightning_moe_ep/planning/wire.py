@@ -121,7 +121,7 @@ def wire_of(
     step: Step,
     *,
     devices_per_node: int,
-    routing: Mapping[str, Routing] | None = None,
+    layers: Mapping[str, Exchanged],
     rows: Mapping[str, Rows] | None = None,
 ) -> Wire:
     """What a rank sends in one optimizer step.
@@ -134,15 +134,13 @@ def wire_of(
         layout: of the ranks.
         step: the strategy's options and the tokens.
         devices_per_node: ranks of a node, which are consecutive.
-        routing: by the experts module's name, what its routing is like; of those that are not named, it is taken that
-            weights have the dtype of the rows, and that something after the experts is kept for backward.
+        layers: what each experts module exchanges, by its name; see `layers_of`.
         rows: by the experts module's name, what one micro-batch routes to other ranks; None: uniform routing.
     """
     messages: list[Message] = list(_of_fsdp(shapes, layout, step))
     if layout.ep > 1:
         for experts in shapes.experts:
-            layer = exchanged(shapes, experts, (routing or {}).get(experts.name))
-            once = _of_experts(layer, layout, step, None if rows is None else rows[experts.name])
+            once = _of_experts(layers[experts.name], layout, step, None if rows is None else rows[experts.name])
             messages += (_times(message, step.micro_batches) for message in once)
     messages += _of_boundary(shapes, layout, step)
     messages = [message for message in messages if message.nbytes]
@@ -162,24 +160,31 @@ def host_calls(shapes: ModelShapes, layout: Layout, step: Step, *, equal_tokens:
     return step.micro_batches * sum(not (equal_tokens and experts.equal_tokens) for experts in shapes.experts)
 
 
-def exchanged(shapes: ModelShapes, experts: ExpertsShape, routing: Routing | None) -> Exchanged:
-    """What an experts module exchanges.
+def layers_of(shapes: ModelShapes, routing: Mapping[str, Routing]) -> dict[str, Exchanged]:
+    """What each experts module exchanges, by its name.
+
+    Args:
+        shapes: of the model.
+        routing: by the experts module's name, what its routing is like; of those that are not named, it is taken that
+            weights have the dtype of the rows, and that something after the experts is kept for backward.
 
     Raises:
-        ValueError: K or the width of its rows is not known.
+        ValueError: K or the width of the rows is not known of a module.
     """
+    return {experts.name: _exchanged(shapes, experts, routing.get(experts.name)) for experts in shapes.experts}
+
+
+def _exchanged(shapes: ModelShapes, experts: ExpertsShape, routing: Routing | None) -> Exchanged:
     if experts.top_k is None or experts.hidden_size is None:
         raise ValueError(
             f"how many experts a token of {experts.name} has, or how wide its rows are, is not to be seen in its router"
             " or in a config; give the router an attribute top_k and a weight [E, H]"
         )
-    own = [p for p in shapes.parameters if p.experts == experts.name]
-    before = shapes.parameters[: shapes.parameters.index(own[0])]
-    inside = f"{experts.name.rpartition('.')[0]}."
-    gate = [p for p in shapes.parameters if p.name.startswith(inside) and p.experts is None]
     # A router is registered before or after its experts; it works on what they are given.
-    hidden = any(p.trained for p in before if p not in gate)
-    weights = hidden or any(p.trained for p in gate)
+    inside = f"{experts.name.rpartition('.')[0]}."
+    first = next(number for number, p in enumerate(shapes.parameters) if p.experts == experts.name)
+    hidden = any(p.trained for p in shapes.parameters[:first] if p.experts is not None or not p.name.startswith(inside))
+    weights = hidden or any(p.trained for p in shapes.parameters if p.experts is None and p.name.startswith(inside))
     return Exchanged(
         num_experts=experts.num_experts,
         top_k=experts.top_k,
@@ -188,7 +193,7 @@ def exchanged(shapes: ModelShapes, experts: ExpertsShape, routing: Routing | Non
         weight_bytes=routing.weight_bytes if routing else experts.dtype.itemsize,
         hidden_has_gradient=hidden,
         weights_have_gradient=weights,
-        is_trained=weights or any(p.trained for p in own),
+        is_trained=weights or any(p.trained for p in shapes.parameters if p.experts == experts.name),
         returns_again=routing.returns_again if routing else True,
     )
 

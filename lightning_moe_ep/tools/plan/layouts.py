@@ -16,7 +16,7 @@ from lightning_moe_ep.planning.estimate import Time, cost_of, time_of
 from lightning_moe_ep.planning.look import Look
 from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.planning.shapes import ModelShapes
-from lightning_moe_ep.planning.wire import Step, Wire, wire_of
+from lightning_moe_ep.planning.wire import Step, Wire, layers_of, wire_of
 
 DISPATCHERS = ("all_gather", "all_to_all", "overlapped")
 """Those whose bytes are known."""
@@ -125,10 +125,10 @@ def rows_of(
         needs_of: the memory of a candidate.
         host_load_of: the host's memory at load.
     """
-    rows = []
+    rows, layers = [], layers_of(shapes, look.routing)
     for candidate in considered:
         of_step = candidate.step(step)
-        wire = wire_of(shapes, candidate.layout, of_step, devices_per_node=devices_per_node, routing=look.routing)
+        wire = wire_of(shapes, candidate.layout, of_step, devices_per_node=devices_per_node, layers=layers)
         needs = needs_of(candidate)
         rows.append(
             Row(

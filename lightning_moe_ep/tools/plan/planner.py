@@ -17,7 +17,7 @@ from lightning_moe_ep.planning.exchange import chosen_dispatcher
 from lightning_moe_ep.planning.look import look_at
 from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
-from lightning_moe_ep.planning.wire import Step, exchanged
+from lightning_moe_ep.planning.wire import Step, layers_of
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
 from lightning_moe_ep.tools.plan.layouts import Candidate, Row, candidates, reason_for, rows_of
@@ -141,7 +141,7 @@ def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candi
         return None
     name = options.get("dispatcher", "auto")
     if layout.ep > 1 and name == "auto":
-        first = exchanged(shapes, shapes.experts[0], None)
+        first, *_ = layers_of(shapes, {}).values()
         name = chosen_dispatcher(first, ep=layout.ep, combine_dtype=options.get("combine_dtype", "auto"))
     kept = options.get("activation_checkpointing", "none")
     return Candidate(

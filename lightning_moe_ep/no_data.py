@@ -1,4 +1,4 @@
-"""Torch's fake tensors, which have shapes, dtypes and storages of a size, but no memory."""
+"""Tensors without data: they have a shape, a dtype and a storage of a size, but no memory behind it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,210 @@
+"""A whole plan: all layouts, in order, the recommendation and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_moe_ep import Layout, Plan, machine_of, plan
+from lightning_moe_ep.planning.machine import Machine
+from lightning_moe_ep.planning.shapes import shapes_of
+from lightning_moe_ep.tools.plan import needs, planner
+from lightning_moe_ep.tools.plan.apart import ApartError
+from lightning_moe_ep.tools.plan.config import read_run
+from lightning_moe_ep.tools.plan.layouts import Needs, candidates, reason_for, rows_of
+from lightning_moe_ep.tools.plan.planner import _confirm
+from tests.cli.processes import QUICKSTART
+
+TINY = [
+    *("--config", str(QUICKSTART), "--trainer.precision", "bf16-true"),
+    *("--model.config.hidden_size", "64", "--data.block_size", "32", "--data.batch_size", "4"),
+]
+MACHINE = Machine(memory=4 * 2**20, flops=1e12, intra=1e9, inter=1e8, latency=1e-5)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    run = read_run(TINY)
+    assert (run.sequences, run.length, run.precision, run.micro_batches) == (4, 32, "bf16-true", 1)
+    return plan(
+        run.build,
+        world=4,
+        devices_per_node=2,
+        sequences=4,
+        length=32,
+        precision=run.precision,
+        strategy=run.strategy,
+        device_type=run.device_type,
+        machine=MACHINE,
+    )
+
+
+def test_all_layouts_are_there_once(planned: Plan) -> None:
+    keys = [(row.candidate.layout, row.candidate) for row in planned.rows]
+    assert len(keys) == len(set(keys))
+    layouts = {(r.candidate.layout.replicate, r.candidate.layout.efsdp, r.candidate.layout.ep) for r in planned.rows}
+    assert layouts == {(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)}
+    of_one = [r.candidate for r in planned.rows if r.candidate.layout == Layout(1, 2, 2)]
+    assert len(of_one) == 3 * 2 * 3
+    of_none = [r.candidate for r in planned.rows if r.candidate.layout == Layout(1, 4, 1)]
+    assert len(of_none) == 2 * 2 and {c.dispatcher for c in of_none} == {"-"}
+
+
+def test_the_order_and_the_recommendation(planned: Plan) -> None:
+    fitting = [row for row in planned.rows if row.too_large is None]
+    assert 0 < len(fitting) == planned.fitting < len(planned.rows)
+    assert list(planned.rows[: len(fitting)]) == fitting  # what does not fit comes last
+    seconds = [row.time.middle for row in fitting if row.time is not None]
+    assert len(seconds) == len(fitting) and seconds == sorted(seconds)
+    for row in planned.rows:
+        assert row.needs.peak >= sum(row.needs.at_peak.values())
+        assert (row.too_large is None) == (row.needs.peak <= MACHINE.memory * 0.92)  # type: ignore[operator]
+    assert planned.best is fitting[0] and planned.confirmed
+    assert "s a step" in planned.reason
+    yours = planned.yours
+    assert yours is not None and yours.candidate.layout == Layout(1, 2, 2)
+    assert (yours.candidate.reshard, yours.candidate.activation_checkpointing) == (True, "none")
+
+
+def test_for_people(planned: Plan) -> None:
+    text = planned.text()
+    lines = text.splitlines()
+    assert "on 4 ranks, 2 a node, bf16-true, AdamW; 128 tokens a rank and micro-batch, 1 a step" in lines[0]
+    assert lines[3].split()[:4] == ["ep", "efsdp", "replicate", "dispatcher"] and "s a step" in lines[3]
+    assert sum("yours" in line for line in lines) == 1
+    assert f"Recommended: MoEEPStrategy({planned.best.candidate})" in lines  # type: ignore[union-attr]
+    assert f"{planned.fitting} of {len(planned.rows)} layouts fit." in lines
+    assert "built at this world's size, it has these bytes" in text
+    everything = planned.text(everything=True)
+    assert everything.count("\n") > len(planned.rows) and "too large: " in everything and "more\n" not in everything
+
+
+def test_for_programs(planned: Plan) -> None:
+    told = json.loads(json.dumps(planned.as_dict()))
+    best, row = told["layouts"][told["recommended"]], planned.rows[0]
+    assert best["memory"]["peak"] == row.needs.peak and best["seconds"]["fastest"] == row.time.fastest  # type: ignore[union-attr]
+    assert sum(message["nbytes"] for message in best["wire"]["messages"]) == pytest.approx(row.wire.nbytes)
+    assert best["wire"]["intra"] + best["wire"]["inter"] == pytest.approx(row.wire.nbytes)
+    assert told["layouts"][told["yours"]]["ep"] == 2 and told["machine"]["memory"] == MACHINE.memory
+
+
+def test_as_a_picture(planned: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned.picture(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-moe-ep\[docs\]"):
+        planned.picture(tmp_path / "other.png")
+
+
+def test_nothing_is_started(planned: Plan) -> None:
+    assert not dist.is_initialized()
+
+
+def test_what_was_built_is_compared(planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = planned.best
+    assert best is not None
+    other = replace(best, needs=replace(best.needs, optimizer=best.needs.optimizer + 1))
+    built = best.needs
+    monkeypatch.setattr(planner, "resident_exactly", lambda *_, **__: built)
+    _confirm(best, lambda: None, "32-true", {})  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match=r"bytes of optimizer on a rank for ep=.*please report it"):
+        _confirm(other, lambda: None, "32-true", {})  # type: ignore[arg-type, return-value]
+
+
+def rows(planned_shapes: Any, machine: Machine, peak: dict[int, int]) -> Any:
+    """Rows of all candidates on 4 ranks, whose peak is given by ep."""
+    shapes, look = planned_shapes
+
+    def needs_of(candidate: Any) -> Needs:
+        size = peak[candidate.layout.ep]
+        at_peak = {"activations": size, "parameters": 0, "gathered weights": 0}
+        return Needs(0, 0, 0, 0, 0, at_peak=at_peak, peak=size, where="")
+
+    return rows_of(
+        shapes,
+        list(candidates(shapes, 4)),
+        step=planner.Step(tokens=128),
+        look=look,
+        machine=machine,
+        devices_per_node=2,
+        needs_of=needs_of,
+        host_load_of=None,
+    )
+
+
+def test_reasons() -> None:
+    model = read_run(TINY).build()
+    shapes = shapes_of(model, precision="bf16-true")
+    known = shapes, planner.look_at(model, shapes, length=32)
+    all_fit = rows(known, Machine(), {1: 9, 2: 9, 4: 9})
+    assert all_fit[0].candidate.activation_checkpointing == "none" and all_fit[0].time is None
+    assert "GB inside and" in reason_for(all_fit[0], all_fit)
+    one_fits = rows(known, Machine(memory=100), {1: 99, 2: 50, 4: 99})
+    assert one_fits[0].candidate.layout.ep == 2 and reason_for(one_fits[0], one_fits) == "no other ep fits"
+    assert one_fits[-1].too_large.startswith("0.0 GiB of 0.0: activations")
+    none_fits = Plan(
+        rows=tuple(rows(known, Machine(memory=10), {1: 99, 2: 50, 4: 99})),
+        best=None,
+        reason="",
+        yours=None,
+        world=4,
+        devices_per_node=2,
+        tokens=1,
+        micro_batches=1,
+        precision="32-true",
+        parameters=1,
+        optimizers=("SGD",),
+        machine=Machine(memory=10),
+        confirmed=False,
+        notes=(),
+    )
+    assert "Nothing fits: use more ranks" in none_fits.text() and none_fits.as_dict()["recommended"] is None
+
+
+def test_a_model_whose_step_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(*_: Any, **__: Any) -> Any:
+        raise ApartError("it looks at values")
+
+    monkeypatch.setattr(needs, "trace", trace)
+    model = read_run(TINY).build()
+    shapes = shapes_of(model)
+    considered = list(candidates(shapes, 2))[:1]
+    needs_of, told = needs.needs_by(
+        lambda: model,
+        shapes,
+        planner.observe_states(model),
+        considered,
+        batch=planner.CausalLM(sequences=1, tokens=8),
+        step=planner.Step(tokens=8),
+        device_type="cpu",
+        options={},
+    )
+    assert told is not None and "activations are not in these figures" in told and "it looks at values" in told
+    found = needs_of(considered[0])
+    assert found.at_peak["activations"] == 0 and found.peak > found.parameters + found.optimizer > 0
+
+
+@pytest.mark.more
+def test_a_large_model_in_a_minute() -> None:
+    """Qwen3-30B-A3B at world 512: on two idle cores well below a minute."""
+    run = read_run(["--config", str(QUICKSTART.parent / "qwen3_30b_a3b.yaml")])
+    start = time.perf_counter()
+    result = plan(
+        run.build,
+        world=512,
+        sequences=1,
+        length=4096,
+        precision=run.precision,
+        micro_batches=run.micro_batches,
+        strategy=run.strategy,
+        machine=machine_of("h100", run.precision),
+    )
+    assert time.perf_counter() - start < 300  # machines may be busy
+    assert result.confirmed and result.parameters == 30_532_122_624
