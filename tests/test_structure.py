@@ -46,10 +46,10 @@ FLOORS = {
     "fsdp": 1,
     "gradients": 1,
     "balance": 0,
+    "fake_tensors": 0,
     "data": 1,
     "remember": 0,
     "other_lightning": 0,
-    "no_data": 0,
     "rows": 0,
     "trees": 0,
 }

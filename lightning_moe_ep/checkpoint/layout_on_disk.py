@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from lightning_moe_ep.no_data import no_data
+from lightning_moe_ep.fake_tensors import no_data
 from lightning_moe_ep.trees import map_leaves
 
 

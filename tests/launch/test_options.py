@@ -19,7 +19,9 @@ from tests.pool import RankPool
 
 
 @contract("Launch", "`sync_batchnorm=True`, LayerSync plugins", "refused: give the model other norms")
-@pytest.mark.parametrize("options", [{"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}], ids=["sync_batchnorm", "plugin"]
+)
 @pytest.mark.parametrize("named", [True, False])
 def test_batch_norms(options: dict[str, Any], named: bool) -> None:
     strategy: Any = "moe_ep_2" if named else MoEEPStrategy(ep=2)

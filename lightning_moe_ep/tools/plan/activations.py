@@ -23,7 +23,7 @@ from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing, w
 from lightning_moe_ep.causal_lm import summed_loss
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
-from lightning_moe_ep.no_data import no_data
+from lightning_moe_ep.fake_tensors import no_data
 from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart

@@ -123,7 +123,7 @@ class Plan:
         axes.invert_yaxis()
         axes.set_xlabel("GiB on the rank that needs most")
         axes.set_title(f"Memory by layout, {self.world} ranks, {self.parameters / 1e9:,.1f} billion parameters")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 1 / len(rows)), ncols=4, frameon=False)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(file, dpi=120, format="png")
 
     def _of_machine(self) -> Iterable[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_moe_ep.no_data import no_data
+from lightning_moe_ep.fake_tensors import no_data
 from lightning_moe_ep.optimizers import check_optimizers, parameter_groups
 from lightning_moe_ep.planning.shapes import ParameterShape
 from lightning_moe_ep.tools.plan.tracking import Tracker, without_data

@@ -1,4 +1,4 @@
-"""Tensors without data: they have a shape, a dtype and a storage of a size, but no memory behind it."""
+"""Torch's fake tensors, which have shapes, dtypes and storages of a size, but no memory."""
 
 from __future__ import annotations
 
