@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.gradients import is_replicated
-from lightning_moe_ep.parallelize import find_blocks
+from lightning_moe_ep.units import find_blocks
 
 RANDOM = re.compile(r"dropout|drop_prob|drop_path|layerdrop|drop_rate|jitter")
 """Attributes that say how much noise there is."""
