@@ -30,6 +30,9 @@ GRACE = 3.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 """What gloo says when it could not connect the ranks: nothing of the job's own."""
+STARTING = 180.0
+"""Seconds that ranks have to start and to import what a job needs; they wait for each other only after it."""
+READY = "ready"
 
 
 class RankError(AssertionError):
@@ -49,7 +52,9 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job = pipe.recv()
+            job = pipe.recv()  # which imports the module of the job's function, for seconds if it is the first
+            pipe.send(READY)
+            pipe.recv()
         except EOFError:  # the session is over
             return
         function, args, world, store, timeout = job
@@ -148,6 +153,16 @@ class RankPool:
         ranks = self._ranks[:world]
         for _, pipe in ranks:
             pipe.send((function, args, world, store, timeout))
+        for rank, (_, pipe) in enumerate(ranks):
+            try:
+                started = pipe.poll(STARTING) and pipe.recv() == READY
+            except EOFError:
+                started = False
+            if not started:
+                self.close()
+                raise RankError(f"rank {rank} died as it started, or did not start within {STARTING} s")
+        for _, pipe in ranks:
+            pipe.send(READY)
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
         while waiting:

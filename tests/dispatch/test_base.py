@@ -18,6 +18,7 @@ from lightning_moe_ep.dispatch import AllGatherDispatcher, Dispatcher, ExpertGro
 from lightning_moe_ep.dispatch.base import _DISPATCHERS
 from lightning_moe_ep.experts import compute_experts
 from lightning_moe_ep.rows import RowGroups
+from tests import parity  # noqa: F401  (registers three_chunks, on the ranks too)
 from tests.pool import RankPool
 
 
