@@ -2,28 +2,30 @@
 
     python -m benchmarks.monitor --ranks 2
 
-Each rank trains the same layers, their experts spread over all ranks, and the monitor reports every `--every` steps.
-Its functions are timed where they are called; what a report's sum waits for other ranks is in it. A step is one
-without a report.
+Each rank trains the same layers, their experts spread over all ranks, and the monitor reports every `--every` steps,
+to TensorBoard and a CSV file. Its functions are timed where they are called. All times are of rank 0's processor, all
+its threads: what else the machine does is not in them, nor are waits for other ranks, which steps have more of. A step
+is one without a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from benchmarks.harness import on_ranks, report
 from lightning_moe_ep import ExpertLoadMonitor, Layout, MoELayer, build_meshes, parallelize
-from lightning_moe_ep.callbacks import heatmap
 from lightning_moe_ep.callbacks.load import LoadCounter
 from lightning_moe_ep.callbacks.router_scores import RouterScores
 
@@ -48,6 +50,7 @@ def measure(ranks: int, layers: int, hidden: int, experts: int, top_k: int, toke
     model = Model(layers, hidden, experts, top_k)
     parallelize(model, build_meshes(Layout.for_world(ranks, ep=ranks), "cpu"), equal_tokens=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    folder = tempfile.TemporaryDirectory()
     loop = SimpleNamespace(_should_accumulate=lambda: False, epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     trainer: Any = SimpleNamespace(
         world_size=ranks,
@@ -56,13 +59,13 @@ def measure(ranks: int, layers: int, hidden: int, experts: int, top_k: int, toke
         fit_loop=loop,
         fast_dev_run=False,
         log_every_n_steps=steps,
-        log_dir=".",
+        log_dir=folder.name,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         callback_metrics={},
         callbacks=[],
-        loggers=[],
+        loggers=[CSVLogger(folder.name, "csv", ""), TensorBoardLogger(folder.name, "tensorboard", "")],
     )
-    monitor = ExpertLoadMonitor(heatmap_every_n_steps=0)
+    monitor = ExpertLoadMonitor(heatmap_every_n_steps=1000 * steps)
     monitor.on_fit_start(trainer, model)  # type: ignore[arg-type]
     spent: dict[str, float] = defaultdict(float)
     _timed(LoadCounter, "_count", spent)
@@ -76,15 +79,15 @@ def measure(ranks: int, layers: int, hidden: int, experts: int, top_k: int, toke
     for number in range(3 * steps):
         loop.epoch_loop._batches_that_stepped = number
         spent.clear()
-        begin = time.perf_counter()
+        begin = process_time()
         monitor.on_train_batch_start()
-        started = time.perf_counter()
+        started = process_time()
         model(inputs).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        ended = time.perf_counter()
+        ended = process_time()
         monitor.on_train_batch_end(trainer, model)  # type: ignore[arg-type]
-        end = time.perf_counter()
+        end = process_time()
         around = started - begin + end - ended
         if number % steps == steps - 1:
             reports.append(around * 1e3)
@@ -92,10 +95,13 @@ def measure(ranks: int, layers: int, hidden: int, experts: int, top_k: int, toke
             taken.append((end - begin) * 1e3)
             hooks.append((around + sum(spent.values())) * 1e3)
     assert monitor.report is not None
-    heatmap.of_report(monitor.report)  # imports matplotlib and reads its fonts
-    begin = time.perf_counter()
-    heatmap.of_report(monitor.report)
-    drawn = (time.perf_counter() - begin) * 1e3
+    monitor._draw(trainer, monitor.report)  # imports matplotlib and reads its fonts
+    begin = process_time()
+    monitor._draw(trainer, monitor.report)
+    drawn = (process_time() - begin) * 1e3
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    folder.cleanup()
     step, hook, said = (statistics.median(values) for values in (taken, hooks, reports))
     return {
         "ranks": ranks,
@@ -116,11 +122,11 @@ def _timed(owner: type, name: str, spent: dict[str, float]) -> None:
     original: Callable[..., Any] = getattr(owner, name)
 
     def timed(*args: Any) -> Any:
-        begin = time.perf_counter()
+        begin = process_time()
         try:
             return original(*args)
         finally:
-            spent[name] += time.perf_counter() - begin
+            spent[name] += process_time() - begin
 
     setattr(owner, name, timed)
 

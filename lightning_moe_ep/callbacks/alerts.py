@@ -52,6 +52,10 @@ class Alerts:
     def __init__(self, *, dead_steps: int, rank_load_bound: float) -> None:
         self.dead_steps = dead_steps
         self.rank_load_bound = rank_load_bound
+        self.forget()
+
+    def forget(self) -> None:
+        """Know of no report, as in the beginning."""
         self._dead_for: dict[str, list[int]] = {}
         """Of each layer, for how many steps each expert has been dead."""
         self._wrong: set[tuple[str, str, int]] = set()

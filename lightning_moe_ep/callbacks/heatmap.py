@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from lightning.pytorch.loggers import Logger
 
 from lightning_moe_ep.callbacks.load_report import Floats, LoadReport
 
 if TYPE_CHECKING:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+Pixels = npt.NDArray[np.uint8]
 
 WIDEST = 4.0
 """The colours go from a quarter to four times the mean, by ratios, so that 1 is in the middle."""
@@ -83,9 +86,19 @@ def of_report(report: LoadReport) -> FigureCanvasAgg:
     return draw([layer.name for layer in report.layers], panels, title=title)
 
 
-def log_image(logger: Logger, name: str, canvas: FigureCanvasAgg, *, step: int) -> None:
+def pixels(canvas: FigureCanvasAgg) -> Pixels:
+    """`[height, width, 3]`, of what was drawn."""
+    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+
+
+def write_png(image: Pixels, file: IO[bytes]) -> None:
+    from matplotlib.image import imsave  # canvas.print_png would draw it all again
+
+    imsave(file, image, format="png")
+
+
+def log_image(logger: Logger, name: str, image: Pixels, *, step: int) -> None:
     """Give a picture to a logger that takes images; one that does not is left alone."""
-    image = np.asarray(canvas.buffer_rgba())[:, :, :3].copy()  # [height, width, 3]
     if callable(getattr(logger, "log_image", None)):  # of WandbLogger
         logger.log_image(key=name, images=[image], step=step)
     elif callable(getattr(logger.experiment, "add_image", None)):  # of TensorBoard's writer

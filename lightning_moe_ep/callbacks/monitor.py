@@ -108,6 +108,12 @@ class ExpertLoadMonitor(L.Callback):
         """Called on every rank when an alert begins; does nothing. Other callbacks, and the module, may have one."""
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget what was wrong in a fit before, of another model maybe; a checkpoint's state comes after this."""
+        if stage == "fit":
+            self._alerts.forget()
+
+    @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the experts, their routers, and the folder of the pictures.
 
@@ -299,16 +305,16 @@ class ExpertLoadMonitor(L.Callback):
         self._drawn_step = report.step
         if not self._heatmap_every or not report.layers or not trainer.is_global_zero:
             return
-        canvas = heatmap.of_report(report)
+        image = heatmap.pixels(heatmap.of_report(report))
         for logger in trainer.loggers:
-            heatmap.log_image(logger, "experts/load", canvas, step=report.step - 1)
+            heatmap.log_image(logger, "experts/load", image, step=report.step - 1)
         if self._folder is None:
             return
         try:
             files = get_filesystem(self._folder)
             files.makedirs(self._folder, exist_ok=True)
             with files.open(f"{self._folder}/step={report.step:08d}.png", "wb") as file:
-                canvas.print_png(file)
+                heatmap.write_png(image, file)
         except OSError as error:  # no reason to end a training
             rank_zero_warn(f"ExpertLoadMonitor could not write the heatmap of step {report.step}: {error}")
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,7 +29,7 @@ from lightning_moe_ep.rows import RoutingStatistics
 from tests.callbacks.test_balance import Initial
 from tests.dispatch.test_base import CountSyncs
 from tests.matrix import mostly_more
-from tests.models import HIDDEN, OwnModel, loss_of, make_batch
+from tests.models import HIDDEN, OwnModel, SameExpertRouter, loss_of, make_batch
 from tests.oracle import reference_model
 from tests.parity import Case, CaseModule, trainer
 from tests.pool import RankPool
@@ -363,7 +365,9 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def fit_plain(folder: Path, watching: ExpertLoadMonitor, **options: Any) -> L.Trainer:
+def fit_plain(
+    folder: Path, watching: ExpertLoadMonitor, model: L.LightningModule | None = None, **options: Any
+) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     fit = L.Trainer(
         accelerator="cpu",
@@ -372,7 +376,7 @@ def fit_plain(folder: Path, watching: ExpertLoadMonitor, **options: Any) -> L.Tr
         max_epochs=1,
         **{"callbacks": [watching], "logger": False, "log_every_n_steps": 1, **quiet, **options},
     )
-    fit.fit(Plain())
+    fit.fit(model or Plain())
     return fit
 
 
@@ -388,6 +392,17 @@ def test_without_a_logger(tmp_path: Path) -> None:
     ]
 
 
+def test_another_fit_knows_nothing_of_the_one_before(tmp_path: Path) -> None:
+    told, watching = Told(), ExpertLoadMonitor(every_n_steps=1, heatmap_every_n_steps=0, dead_steps=4)
+    for batches, begun in ((3, []), (2, []), (4, [4, 4]), (4, [4, 4])):
+        model = Plain(batches)
+        for block in model.model.blocks:
+            block.moe.router.__class__ = SameExpertRouter
+        told.alerts.clear()
+        fit_plain(tmp_path, watching, model, callbacks=[watching, told])
+        assert [alert.step for alert in told.alerts] == begun
+
+
 def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
     watching = ExpertLoadMonitor()
     fit_plain(tmp_path, watching, fast_dev_run=2, logger=True)
@@ -400,7 +415,7 @@ class TakesImages(Logger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.images: list[tuple[str, tuple[int, ...], int]] = []
+        self.images: list[tuple[str, Any, int]] = []
         self.metrics: list[int] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -411,16 +426,21 @@ class TakesImages(Logger):
         pass
 
     def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
-        self.images += [(key, image.shape, step or 0) for image in images]
+        self.images += [(key, image, step or 0) for image in images]
 
 
-def test_a_logger_that_takes_images(tmp_path: Path) -> None:
-    logger = TakesImages()
+def test_a_logger_that_takes_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, drawn = TakesImages(), []
+    original = FigureCanvasAgg.draw
+    monkeypatch.setattr(FigureCanvasAgg, "draw", lambda self: (drawn.append(self), original(self)))
     fit_plain(tmp_path, ExpertLoadMonitor(heatmap_every_n_steps=2, dirpath=str(tmp_path / "mine")), logger=logger)
     assert logger.metrics == [0, 1, 2, 3]
     assert [(key, step) for key, _, step in logger.images] == [("experts/load", 1), ("experts/load", 3)]
-    assert {shape[2] for _, shape, _ in logger.images} == {3}
-    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["step=00000002.png", "step=00000004.png"]
+    assert {image.shape[2] for _, image, _ in logger.images} == {3}
+    files = sorted((tmp_path / "mine").iterdir())
+    assert [path.name for path in files] == ["step=00000002.png", "step=00000004.png"]
+    assert len(drawn) == 2, "drawing is what takes the time: once for the file and all loggers"
+    assert ((imread(files[1])[:, :, :3] * 255).round() == logger.images[1][1]).all()
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
