@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ def pixels(canvas: FigureCanvasAgg) -> Pixels:
     return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
 
 
-def write_png(image: Pixels, file: IO[bytes]) -> None:
+def write_png(image: Pixels, file: BinaryIO) -> None:
     from matplotlib.image import imsave  # canvas.print_png would draw it all again
 
     imsave(file, image, format="png")
