@@ -52,7 +52,12 @@ def test_monitor() -> None:
 
 
 def test_sentinel() -> None:
-    case = sentinel.measure(1, 1, 32, 4, 256, 4, 2)
+    import torch.distributed as dist
+
+    try:
+        case = sentinel.measure(1, 1, 32, 4, 256, 4, 2)
+    finally:
+        dist.destroy_process_group()
     assert case["checks"] == 2  # after the first step, and the third
     assert 0 < case["share_of_hooks"] < 1 and case["hooks_ms_a_check"] > 0
 
