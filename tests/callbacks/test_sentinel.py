@@ -83,6 +83,15 @@ class OwnGroups(Module):
             clip_by_norm(parameters, total=norm.total, max_norm=0.05)
 
 
+class ByValue(Module):
+    """Has whole gradients clipped together with sharded ones."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        gradients = local_gradients(self.parameters())
+        assert max(float(gradient.abs().max()) for gradient in gradients) == pytest.approx(0.01)
+
+
 class Plant(L.Callback):
     """Changes the module before the first step, differently on each rank."""
 
@@ -245,6 +254,7 @@ RIGHT = [
 ALSO_RIGHT = [
     (Case(steps=3, clip=0.05), Nesterov, None),
     (Case(steps=3, clip=0.05), OwnGroups, None),
+    (Case(steps=3, clip=0.01), ByValue, None),
     (Case(steps=3, frozen="experts"), Module, _permuted_expert),
 ]
 
