@@ -78,7 +78,8 @@ def routing_weights_detached(names: Sequence[str], *, in_model: bool = False) ->
     return Fault(
         "routing-weights-detached",
         "the routing weights are detached: the router learns nothing from what the experts return"
-        f" ({listed(names)}{where}); experts have to be called with the router's own weights, not a copy outside of the graph",
+        f" ({listed(names)}{where}); experts have to be called with the router's own weights, not a copy outside of the"
+        " graph",
     )
 
 
