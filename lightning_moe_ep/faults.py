@@ -67,11 +67,19 @@ def wrong_factor(part: str, factor: float, sizes: Mapping[str, int], names: Sequ
     )
 
 
-def routing_weights_detached(names: Sequence[str]) -> Fault:
+def routing_weights_detached(names: Sequence[str], *, in_model: bool = False) -> Fault:
+    """The router's gradients are not those of its weights' use.
+
+    Args:
+        names: the router's parameters.
+        in_model: whether it is so in one process, too.
+    """
+    where = ", in one process, too: by the model itself" if in_model else ""
     return Fault(
         "routing-weights-detached",
         "the routing weights are detached: the router learns nothing from what the experts return"
-        f" ({listed(names)}); experts have to be called with the router's own weights, not a copy outside of the graph",
+        f" ({listed(names)}{where}); experts have to be called with the router's own weights, not a copy outside of the"
+        " graph",
     )
 
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_moe_ep.callbacks import ExpertGradientCallback
 from lightning_moe_ep.experts import choice_biases, modules_called
+from lightning_moe_ep.gradients import local_gradients
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
 FP16 = ("16-mixed", "16-true", "16")
@@ -111,6 +112,13 @@ class FSDP2Precision(Precision):
             return
         assert self.gradients is not None
         self.gradients.clip(optimizer, clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        # Torch's own refuses sharded gradients together with whole ones.
+        if clip_val > 0:
+            for gradient in local_gradients(p for group in optimizer.param_groups for p in group["params"]):
+                gradient.clamp_(-clip_val, clip_val)
 
     @override
     def optimizer_step(

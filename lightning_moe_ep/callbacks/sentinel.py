@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
@@ -44,14 +45,18 @@ OF_EACH_RANK = 4
 OF_OWN_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norms, which each rank has of its own."""
 
+SOME = 64
+"""Elements of each gradient that are looked at, to see what it is scaled by."""
+
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SentinelCallback(L.Callback):
     """Checks every N optimizer steps, the first one among them, that expert parallelism does what it should.
 
-    * Every rank clips by the same norm: the logged `grad_norm`, and the factor by which clipping by norm scaled this
-      rank's gradients (in automatic optimization), are equal on all ranks.
+    * Every rank clips by the same norm: the logged `grad_norm`, and the one factor by which clipping scaled this rank's
+      gradients (in automatic optimization with `gradient_clip_val`), are equal on all ranks. A module's own clipping
+      that treats groups of parameters differently has no such factor, and is not judged.
     * What is replicated is bit-equal: weights that every rank holds whole, persistent buffers (but the running
       statistics of batch norms), and the shards of replicas.
     * No token is lost: the (token, expert) pairs that experts computed are, summed over the world, the T * K that the
@@ -101,7 +106,7 @@ class SentinelCallback(L.Callback):
             return
         self._watches = True
         self._first_step = trainer.global_step
-        self._norms: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
         self._factor: Tensor | None = None
         if self._chosen is not None:
             self._chosen.reset()
@@ -115,14 +120,15 @@ class SentinelCallback(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         clips = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm != "value"
         if self._watches and clips and pl_module.automatic_optimization:
-            self._norms[id(optimizer)] = _local_norm(optimizer, trainer.strategy.root_device)
+            self._before[id(optimizer)] = _some_gradients(optimizer, trainer.strategy.root_device)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         # Not before it: `step` runs the closure, with backward and clipping in it.
-        before = self._norms.pop(id(optimizer), None) if self._watches else None
+        before = self._before.pop(id(optimizer), None) if self._watches else None
         if before is not None and self._factor is None:
-            self._factor = _local_norm(optimizer, before.device) / before
+            after = _some_gradients(optimizer, before.device)
+            self._factor = _factor(before, after, tolerance=self._held.tolerance)
 
     @override
     @torch.no_grad()
@@ -149,6 +155,7 @@ class SentinelCallback(L.Callback):
 
     def _check(self, trainer: L.Trainer) -> list[Fault]:
         device, held = trainer.strategy.root_device, self._held
+        alike_in_world = [*held.whole, *_saved_buffers(trainer.lightning_module)]  # buffers may be others by now
         norm = trainer.callback_metrics.get("grad_norm")
         world, rank = trainer.world_size, trainer.global_rank
         numbers = torch.zeros(held.size(world), dtype=torch.int64, device=device)
@@ -156,7 +163,7 @@ class SentinelCallback(L.Callback):
         of_ranks.view(world, OF_EACH_RANK)[rank] = torch.stack(
             [
                 *(_as_bits(value, device) for value in (norm, self._factor)),
-                _sum_of_bits([tensor for _, tensor in held.alike_in_world], device),
+                _sum_of_bits([tensor for _, tensor in alike_in_world], device),
                 _sum_of_bits([tensor for _, tensor in held.alike_in_replicas], device),
             ]
         )
@@ -170,8 +177,10 @@ class SentinelCallback(L.Callback):
             dist.all_reduce(numbers)
         of_ranks, pairs, experts = (part.cpu() for part in (of_ranks, pairs, experts))
         faults = list(self._norm_faults(of_ranks.view(world, OF_EACH_RANK), trainer.gradient_clip_val))
-        faults += self._replica_faults(of_ranks.view(world, OF_EACH_RANK), device)
+        faults += self._replica_faults(of_ranks.view(world, OF_EACH_RANK), alike_in_world, device)
         faults += [pairs_lost(*both) for both in pairs.view(-1, 2).tolist() if both[0] != both[1]][:1]
+        if not of_ranks.view(world, OF_EACH_RANK)[:, :2].view(torch.float64).isfinite().all():
+            return faults  # experts that are NaN are equal, but that is not what is wrong
         for sums, spread in zip(experts.split([s.num_experts for s in held.experts]), held.experts, strict=True):
             faults += _equal_experts(sums.tolist(), spread)
         return faults
@@ -180,20 +189,22 @@ class SentinelCallback(L.Callback):
         norms, factors = (
             dict(enumerate(column.view(torch.float64).tolist())) for column in of_ranks.T[:2].contiguous()
         )
-        seen = {rank: norm for rank, norm in norms.items() if norm > 0}  # 0: there is none
+        seen = {rank: norm for rank, norm in norms.items() if norm != 0}  # 0: there is none
         if _differ(seen.values(), tolerance=1e-6):
             yield norms_differ(seen)
             return
-        # A rank without gradients (empty shards) has no factor; bf16 gradients are rounded when they are scaled.
-        seen = {rank: factor for rank, factor in factors.items() if 0 < factor < math.inf}
-        if clip and _differ(seen.values(), tolerance=1e-4 if self._held.in_fp32 else 1e-2):
+        # A rank without gradients (empty shards) has no factor.
+        seen = {rank: factor for rank, factor in factors.items() if factor != 0}
+        if clip and _differ(seen.values(), tolerance=self._held.tolerance):
             yield norms_differ({rank: clip / factor for rank, factor in seen.items()})
 
-    def _replica_faults(self, of_ranks: Tensor, device: torch.device) -> Iterator[Fault]:
+    def _replica_faults(
+        self, of_ranks: Tensor, alike_in_world: Sequence[tuple[str, Tensor]], device: torch.device
+    ) -> Iterator[Fault]:
         """What differs is looked for only now; all ranks know that they have to."""
         world, held = len(of_ranks), self._held
         if len(of_ranks[:, 2].unique()) > 1:
-            yield replicas_differ(_which_differ(held.alike_in_world, world, 1, device), "weights or buffers")
+            yield replicas_differ(_which_differ(alike_in_world, world, 1, device), "weights or buffers")
         replicas = of_ranks[:, 3].view(held.replicas, -1)
         if (replicas != replicas[0]).any():
             shards = world // held.replicas
@@ -222,22 +233,25 @@ class _Held:
     """What this rank holds, and of what others hold the same."""
 
     experts: list[SpreadExperts]
-    alike_in_world: list[tuple[str, Tensor]]
+    whole: list[tuple[str, Tensor]]
+    """Parameters that every rank has whole."""
     alike_in_replicas: list[tuple[str, Tensor]]
     replicas: int
-    in_fp32: bool
+    tolerance: float
+    """Of what gradients are scaled by; those in bf16 are rounded then."""
 
     @classmethod
     def of(cls, module: nn.Module, *, replicas: int) -> _Held:
         parameters = list(module.named_parameters())
         sharded = [(name, p) for name, p in parameters if isinstance(p, DTensor)] if replicas > 1 else []
         whole = [(name, p) for name, p in parameters if not isinstance(p, DTensor)]
+        in_fp32 = all(p.dtype in (torch.float32, torch.float64) for _, p in parameters if p.requires_grad)
         return cls(
             experts=[spread for _, spread in spread_experts(module)],
-            alike_in_world=[*whole, *_saved_buffers(module)],
+            whole=whole,
             alike_in_replicas=[(name, local_tensor(p)) for name, p in sharded],
             replicas=replicas,
-            in_fp32=all(p.dtype in (torch.float32, torch.float64) for _, p in parameters if p.requires_grad),
+            tolerance=1e-4 if in_fp32 else 1e-2,
         )
 
     @property
@@ -256,11 +270,22 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _local_norm(optimizer: Optimizer, device: torch.device) -> Tensor:
-    """The 2-norm of this rank's shards of the gradients, fp64 `[]`."""
+def _some_gradients(optimizer: Optimizer, device: torch.device) -> Tensor:
+    """The first elements of this rank's shard of each gradient, fp64 `[n]`."""
     grads = local_gradients(p for group in optimizer.param_groups for p in group["params"])
-    norms = [norm.to(device).double() for norm in torch._foreach_norm(grads, 2, dtype=torch.float32)] if grads else []
-    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    some = [grad.flatten()[:SOME].to(device).double() for grad in grads]
+    return torch.cat(some) if some else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _factor(before: Tensor, after: Tensor, *, tolerance: float) -> Tensor | None:
+    """What `after` is `before` times, `[]`; 0 where it is no multiple: something else than a norm has changed it."""
+    if before.shape != after.shape or not len(before):
+        return None
+    largest = before.abs().max()
+    before, after = before / largest, after / largest
+    factor = (before * after).sum() / before.square().sum()
+    is_multiple = (after - factor * before).abs().max() <= tolerance * factor.abs()
+    return factor.masked_fill((largest == 0) | ~(is_multiple | factor.isnan()), 0.0)
 
 
 def _as_bits(value: Tensor | None, device: torch.device) -> Tensor:
@@ -278,11 +303,27 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS[tensor.element_size()])
 
 
+def _weights(count: int, device: torch.device) -> Tensor:
+    """A number for each place, int64 `[count]`: sums that are weighed by them are equal for equal values only."""
+    return _made_weights(1 << max(0, count - 1).bit_length(), device)[:count]
+
+
+@lru_cache(maxsize=16)
+def _made_weights(count: int, device: torch.device) -> Tensor:
+    # SplitMix64, whose constants are given as int64; odd, so that no bit gets lost.
+    mixed = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31)) | 1
+
+
 def _sum_of_bits(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A sum over the bits of all elements, each tensor weighed differently; int64 `[]`, modulo 2^64."""
+    """A sum over the bits of all elements, each row and tensor weighed differently; int64 `[]`, modulo 2^64."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, tensor in enumerate(tensors):
-        total += (2 * number + 1) * _bits(tensor).sum(dtype=torch.int64).to(device)
+        bits = _bits(tensor)
+        rows = bits.flatten(1).sum(dim=1, dtype=torch.int64) if bits.ndim > 1 else bits.flatten().long()
+        total += (2 * number + 1) * (rows * _weights(len(rows), rows.device)).sum().to(device)
     return total
 
 
@@ -292,11 +333,17 @@ def _add_sums_of_experts(sums: Tensor, spread: SpreadExperts) -> None:
         local = local_tensor(parameter)
         if not local.numel():
             continue
-        first = part_of(parameter)[0].start if isinstance(parameter, DTensor) else 0
+        starts = [part.start for part in part_of(parameter)] if isinstance(parameter, DTensor) else [0] * local.ndim
         rows_an_expert = parameter.shape[0] // spread.num_experts
-        expert = torch.arange(first, first + len(local), device=sums.device) // rows_an_expert
-        of_rows = _bits(local).flatten(1).sum(dim=1, dtype=torch.int64) if local.ndim > 1 else _bits(local).long()
-        sums.index_add_(0, expert, (2 * number + 1) * of_rows.to(sums.device))
+        row = torch.arange(starts[0], starts[0] + len(local), device=local.device)
+        bits = _bits(local)
+        if bits.ndim > 1 and rows_an_expert == 1:
+            inner = bits.flatten(2).sum(dim=2, dtype=torch.int64) if bits.ndim > 2 else bits.long()
+            of_rows = (inner * _weights(starts[1] + inner.shape[1], inner.device)[starts[1] :]).sum(dim=1)
+        else:
+            of_rows = bits.flatten(1).sum(dim=1, dtype=torch.int64) if bits.ndim > 1 else bits.long()
+            of_rows = of_rows * _weights(rows_an_expert, bits.device)[row % rows_an_expert]
+        sums.index_add_(0, (row // rows_an_expert).to(sums.device), (2 * number + 1) * of_rows.to(sums.device))
 
 
 def _equal_experts(sums: list[int], spread: SpreadExperts) -> list[Fault]:
@@ -312,6 +359,9 @@ def _equal_experts(sums: list[int], spread: SpreadExperts) -> list[Fault]:
 
 def _differ(values: Any, *, tolerance: float) -> bool:
     values = list(values)
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < len(values):
+        return bool(finite)
     return bool(values) and max(values) - min(values) > tolerance * max(values)
 
 

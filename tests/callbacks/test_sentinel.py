@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_moe_ep import MoEEPStrategy, SentinelCallback, register_dispatcher
 from lightning_moe_ep.dispatch import AllToAllDispatcher
 from lightning_moe_ep.experts import expert_parameters
-from lightning_moe_ep.gradients import clip_by_norm, local_gradients, local_tensor
+from lightning_moe_ep.gradients import clip_by_norm, gradient_norm, local_gradients, local_tensor
 from tests.contract import contract
 from tests.parity import Case, CaseModule, trainer
 from tests.pool import RankPool
@@ -47,6 +47,49 @@ class OwnNorm(Module):
         parameters = list(self.parameters())
         norm = torch.stack([grad.norm() for grad in local_gradients(parameters)]).norm()
         clip_by_norm(parameters, total=norm, max_norm=0.05)
+
+
+class NormOfNothing(Module):
+    """One rank has spoilt its norm."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        factor = 0.5 if dist.get_rank() == 0 else float("nan")
+        for gradient in local_gradients(self.model.parameters()):
+            gradient *= factor
+
+
+class ReplacesBuffer(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen = self.seen + dist.get_rank()
+        return super().training_step(batch, batch_idx)
+
+
+class Nesterov(CaseModule):
+    """Its optimizer works on the gradients in place."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9, nesterov=True, foreach=True)
+
+
+class OwnGroups(Module):
+    """Clips experts and all else by norms of their own, each the same on all ranks."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        experts = expert_parameters(self)
+        others = [p for p in self.parameters() if all(p is not expert for expert in experts)]
+        for parameters in (experts, others):
+            parts = {"all": parameters}
+            norm = gradient_norm(parts, norm_type=2.0, group=dist.group.WORLD, device=self.device)
+            clip_by_norm(parameters, total=norm.total, max_norm=0.05)
+
+
+class ByValue(Module):
+    """Has whole gradients clipped together with sharded ones."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        gradients = local_gradients(self.parameters())
+        assert max(float(gradient.abs().max()) for gradient in gradients) == pytest.approx(0.01)
 
 
 class Plant(L.Callback):
@@ -93,6 +136,19 @@ def _equal_pair(module: Module) -> None:
         local[3] = local[1]
 
 
+def _other_order(module: Module) -> None:
+    """Two rows of the second replica are in each other's place."""
+    head = local_tensor(module.model.head.weight)
+    if dist.get_rank() == 1:
+        head[:2] = head[:2].flip(0)
+
+
+def _permuted_expert(module: Module) -> None:
+    for parameter in module.model.blocks[0].moe.experts.parameters():
+        local = local_tensor(parameter)
+        local[3] = local[1].flip(0)
+
+
 def _same_on_each_rank(module: Module) -> None:
     for parameter in expert_parameters(module):
         dist.broadcast(local_tensor(parameter), src=0)
@@ -108,6 +164,19 @@ PLANTED: dict[str, tuple[Case, type[Module], Any, list[str]]] = {
         _replica,
         ["weights that should be replicated differ between ranks: model.head.weight;"],
     ),
+    "another order": (
+        Case(ep=1, replicate=2, steps=1, frozen="head"),
+        Module,
+        _other_order,
+        ["weights that should be replicated differ between ranks: model.head.weight;"],
+    ),
+    "a buffer that is replaced": (
+        Case(steps=1),
+        ReplacesBuffer,
+        None,
+        ["weights or buffers that should be replicated differ between ranks: seen;"],
+    ),
+    "a norm that is NaN": (TWO, NormOfNothing, None, ["ranks clip by different norms: rank 0 by 0.1, rank 1 by nan;"]),
     "a lost token": (
         Case(steps=1, tokens=((16,), (7,)), strategy={"dispatcher": "loses_a_token"}),
         Module,
@@ -182,18 +251,27 @@ RIGHT = [
 ]
 
 
-def _right(cases: list[Case]) -> list[list[int]]:
+ALSO_RIGHT = [
+    (Case(steps=3, clip=0.05), Nesterov, None),
+    (Case(steps=3, clip=0.05), OwnGroups, None),
+    (Case(steps=3, clip=0.01), ByValue, None),
+    (Case(steps=3, frozen="experts"), Module, _permuted_expert),
+]
+
+
+def _right(cases: list[Case], others: Sequence[tuple[Case, type[Module], Any]] = ()) -> list[list[int]]:
     steps = []
-    for case in cases:
+    for case, module, change in [*((case, Module, None) for case in cases), *others]:
         checks = Checks(2)
-        _fit(case, checks)
+        _fit(case, checks, module, change)
         steps.append(checks.steps)
     return steps
 
 
 def test_says_nothing_of_right_runs(ranks: RankPool) -> None:
     """At the first step, and every second from there on."""
-    assert ranks.run(_right, RIGHT, world=2) == [[[1, 3, 5]] * len(RIGHT)] * 2
+    expected = [[1, 3, 5]] * len(RIGHT) + [[1, 3]] * len(ALSO_RIGHT)
+    assert ranks.run(_right, RIGHT, ALSO_RIGHT, world=2) == [expected] * 2
 
 
 @pytest.mark.more

@@ -194,6 +194,9 @@ def _judge_gradients(phase: Phase, answer: Answer, parts: Mapping[str, str], ver
     for part, names in sorted(_by_part(parts).items()):
         worst = worst_of({n: ours[n] for n in names}, {n: right[n] for n in names}, overall=right)
         verdict.checks.append(Check(str(phase.layout), f"{part} gradients", worst.error, _where(worst, phase)))
+    if _never_learns(answer, parts):
+        routers = [name for name, part in parts.items() if part == "router"]
+        verdict.add(faults.routing_weights_detached(routers, in_model=True))
     found = explain(ours, right)
     zeros = [name for name, factor in found.factors.items() if parts[name] == "router" and abs(factor) < SAME_FACTOR]
     if zeros or found.unexplained:
@@ -215,6 +218,18 @@ def _judge_gradients(phase: Phase, answer: Answer, parts: Mapping[str, str], ver
     for part, names in _by_part({name: parts[name] for name in found.unexplained}).items():
         worst = max((found.unexplained[name] for name in names), key=lambda one: one.error)
         verdict.add(faults.gradient_wrong(part, worst.name, worst.error, _where(worst, phase), len(names)), part)
+
+
+def _never_learns(answer: Answer, parts: Mapping[str, str]) -> bool:
+    """Whether the model's routers have no gradient in one process either.
+
+    That is right where one expert has all the weight (K=1), or where experts return zeros, as at the start they may.
+    """
+    learns = defaultdict(list)
+    for name, part in parts.items():
+        learns[part].append(bool(answer.gradients[name].any()))
+    has_weights = any(index.shape[1] > 1 for of_rank in answer.chosen for index in of_rank)
+    return has_weights and bool(learns["router"]) and not any(learns["router"]) and all(learns["expert"])
 
 
 def _zeros(explanation: Explanation) -> bool:

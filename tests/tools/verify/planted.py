@@ -31,14 +31,19 @@ class Samples(Dataset):  # type: ignore[type-arg]
 class Regression(L.LightningModule):
     """Two blocks of `OwnModel`, alike, with a shared expert; some dropout, which is to be taken out."""
 
-    def __init__(self, dropout: float = 0.5, optimizer: str = "adamw", noise: float = 0.0) -> None:
+    def __init__(
+        self, dropout: float = 0.5, optimizer: str = "adamw", noise: float = 0.0, detached: bool = False
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.optimizer = optimizer
         self.noise = noise
+        self.detached = detached
 
     def configure_model(self) -> None:
         self.model = OwnModel(num_experts=12, intermediate_size=24)
+        for router in find_routers(self.model).values() if self.detached else ():
+            router.register_forward_hook(lambda _, args, output: (output[0], output[1].detach(), output[2]))
         self.entry = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(self.dropout))
 
     def train_dataloader(self) -> Any:
@@ -293,9 +298,9 @@ PLANTED: dict[type[MoEEPStrategy], tuple[str, str]] = {
     RoutingWeightsDetached: ("routing-weights-detached", "the routing weights are detached"),
     GroupNorm: ("norms-differ", "ranks clip by different norms: ranks 0 and 1 by "),
     EqualExperts: ("equal-experts", "experts 1 and 4 of model.blocks.0.moe.experts are equal"),
-    EqualAcrossRanks: ("experts-equal-across-ranks", "each rank of an ep group has the same"),
     SameBatch: ("same-batch", "ranks 0 and 1 have the same batch"),
     MomentsLost: ("moments-lost-at-resume", "the optimizer's state is lost at resume"),
+    EqualAcrossRanks: ("experts-equal-across-ranks", "each rank of an ep group has the same"),
     RouterInputDetached: ("router-input-detached", "the router's input is detached"),
     OneElement: ("gradient-wrong", "worst is model.head.weight, off by "),
     StepTooLarge: ("step-wrong", "weights of "),
