@@ -65,6 +65,7 @@ def all_of(runs: list[Run]) -> tuple[int, list[Resident]]:
     ]
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_parallelize_keeps_what_arithmetic_says() -> None:
     named, rank = {**ON_4, **MORE_ON_4}, 3
     runs = list(named.values())
