@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,11 +221,18 @@ def test_a_model_whose_step_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.at_peak["activations"] == 0 and found.peak > found.parameters + found.optimizer > 0
 
 
+def _cpu_seconds() -> float:
+    """Of this process, and of those that it has waited for."""
+    uses = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
 @pytest.mark.more
+@pytest.mark.usefixtures("new_processes")
 def test_a_large_model_in_a_minute() -> None:
-    """Qwen3-30B-A3B at world 512: on two idle cores well below a minute."""
+    """Qwen3-30B-A3B at world 512, on two cores, whatever else they do: seconds of both together."""
     run = read_run(["--config", str(QUICKSTART.parent / "qwen3_30b_a3b.yaml")])
-    start = time.perf_counter()
+    start = _cpu_seconds()
     result = plan(
         run.build,
         world=512,
@@ -236,5 +243,5 @@ def test_a_large_model_in_a_minute() -> None:
         strategy=run.strategy,
         machine=machine_of("h100", run.precision),
     )
-    assert time.perf_counter() - start < 300  # machines may be busy
+    assert _cpu_seconds() - start < 75
     assert result.confirmed and result.parameters == 30_532_122_624
