@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from lightning_moe_ep.planning.machine import GPUS, Machine, machine_of
 from lightning_moe_ep.tools.plan.apart import ApartError
 from lightning_moe_ep.tools.plan.config import Run, read_run
 from lightning_moe_ep.tools.plan.planner import plan
+from lightning_moe_ep.tools.plan.report import check_picture
 
 DESCRIPTION = "Say which layouts of a world a run fits into, what each needs, and which is best."
 
@@ -28,6 +30,8 @@ def run_plan(args: Sequence[str]) -> int:
     parser = _parser()
     given, of_fit = parser.parse_known_args(list(args))
     try:
+        if given.picture is not None:
+            check_picture(given.picture)
         run = read_run(of_fit)
         sequences, length = _batch(run, given.tokens, given.length)
         result = plan(
@@ -49,7 +53,7 @@ def run_plan(args: Sequence[str]) -> int:
         return 2
     print(json.dumps(result.as_dict(), indent=2) if given.json else result.text(everything=given.all))
     asked = result.yours or result.best
-    return 0 if asked is not None and asked.too_large is None else 1
+    return 0 if result.impossible is None and asked is not None and asked.too_large is None else 1
 
 
 def _parser() -> ArgumentParser:
@@ -99,14 +103,18 @@ def _batch(run: Run, tokens: int | None, length: int | None) -> tuple[int, int]:
 
 def _machine(given: Any, precision: str) -> Machine:
     """The named GPU's figures, with those that are typed in their place."""
-    typed: dict[str, Any] = {
-        "memory": None if given.memory_gib is None else int(given.memory_gib * 2**30),
-        "flops": None if given.tflops is None else given.tflops * 1e12,
-        "intra": None if given.intra_gbps is None else given.intra_gbps * 1e9,
-        "inter": None if given.inter_gbps is None else given.inter_gbps * 1e9,
-        "latency": None if given.latency_us is None else given.latency_us / 1e6,
+    options: dict[str, tuple[str, float]] = {
+        "memory": ("memory_gib", 2**30),
+        "flops": ("tflops", 1e12),
+        "intra": ("intra_gbps", 1e9),
+        "inter": ("inter_gbps", 1e9),
+        "latency": ("latency_us", 1e-6),
     }
-    for name, value in typed.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"the machine's {name} is {value}, but must be positive")
-    return replace(machine_of(given.gpu, precision), **{name: v for name, v in typed.items() if v is not None})
+    figures: dict[str, Any] = {}
+    for figure, (option, unit) in options.items():
+        value = getattr(given, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{option.replace('_', '-')} is {value}, but must be positive and finite")
+        if value is not None:
+            figures[figure] = int(value * unit) if figure == "memory" else value * unit
+    return replace(machine_of(given.gpu, precision), **figures)

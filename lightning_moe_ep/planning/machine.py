@@ -55,7 +55,7 @@ class Gpu:
     """A vendor's figures."""
 
     gib: float
-    """GiB, as `torch.cuda.get_device_properties` tells them, rounded down."""
+    """GiB that a process is told there are, rounded down, which is less than the vendor's GB; of B200 the vendor's."""
 
     tflops_bf16: float
     """Dense, without sparsity."""

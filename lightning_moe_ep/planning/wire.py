@@ -8,7 +8,7 @@ routing decides; where nodes cut groups unevenly, the rank with the fewest neigh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -123,6 +123,7 @@ def wire_of(
     devices_per_node: int,
     layers: Mapping[str, Exchanged],
     rows: Mapping[str, Rows] | None = None,
+    of_fsdp: Sequence[Message] | None = None,
 ) -> Wire:
     """What a rank sends in one optimizer step.
 
@@ -136,8 +137,9 @@ def wire_of(
         devices_per_node: ranks of a node, which are consecutive.
         layers: what each experts module exchanges, by its name; see `layers_of`.
         rows: by the experts module's name, what one micro-batch routes to other ranks; None: uniform routing.
+        of_fsdp: what `fsdp_messages` has found for this layout and this `reshard`, if it has been asked.
     """
-    messages: list[Message] = list(_of_fsdp(shapes, layout, step))
+    messages: list[Message] = list(fsdp_messages(shapes, layout, step) if of_fsdp is None else of_fsdp)
     if layout.ep > 1:
         for experts in shapes.experts:
             once = _of_experts(layers[experts.name], layout, step, None if rows is None else rows[experts.name])
@@ -251,7 +253,8 @@ def _groups_of(shapes: ModelShapes, layout: Layout, step: Step, unit: UnitShape)
     return groups
 
 
-def _of_fsdp(shapes: ModelShapes, layout: Layout, step: Step) -> Iterator[Message]:
+def fsdp_messages(shapes: ModelShapes, layout: Layout, step: Step) -> Iterator[Message]:
+    """What FSDP2 sends: the same whatever dispatches tokens, and whatever is computed twice."""
     units = [(unit, _groups_of(shapes, layout, step, unit)) for unit in shapes.units]
     reductions = step.micro_batches if step.reduce_every_micro_batch else 1
     again = _gathered_in_backward(shapes, units) if step.reshard else set()

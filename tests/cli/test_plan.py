@@ -28,6 +28,7 @@ class StandIn:
     asked: dict[str, Any]
     yours: Any = None
     best: Any = None
+    impossible: str | None = None
 
     def text(self, *, everything: bool) -> str:
         return "everything" if everything else "the best"
@@ -49,10 +50,10 @@ Typed = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    def run(*arguments: object, yours: Any = None, best: Any = None) -> tuple[int, str, str]:
+    def run(*arguments: object, **found: Any) -> tuple[int, str, str]:
         def plan(build: Any, **asked: Any) -> StandIn:
             run.asked = asked  # type: ignore[attr-defined]
-            return StandIn(asked, yours, best)
+            return StandIn(asked, **found)
 
         monkeypatch.setattr(command, "plan", plan)
         with pytest.raises(SystemExit) as end:
@@ -76,7 +77,7 @@ def test_what_is_asked(typed: Typed, tmp_path: Path) -> None:
     assert status == 0 and json.loads(printed) == {"world": 8}
     asked = typed.asked  # type: ignore[attr-defined]
     machine, h100 = asked["machine"], machine_of("h100", "bf16-mixed")
-    assert (machine.memory, machine.flops, machine.latency) == (70 * 2**30, h100.flops, 5e-6)
+    assert (machine.memory, machine.flops, machine.latency) == (70 * 2**30, h100.flops, pytest.approx(5e-6))
     assert asked["devices_per_node"] == 4 and asked["precision"] == "bf16-mixed"
 
     figures = ("--tflops", 100, "--intra-gbps", 200, "--inter-gbps", 20, "--picture", tmp_path / "a.png", "--all")
@@ -91,6 +92,7 @@ def test_exit_status(typed: Typed) -> None:
     assert typed(*world, best=Fits(), yours=Fits())[0] == 0
     assert typed(*world, best=Fits(), yours=Fits("too large"))[0] == 1
     assert typed(*world)[0] == 1
+    assert typed(*world, best=Fits(), impossible="ep=2 does not divide")[0] == 1
     assert typed(*CONFIG)[0] == 2 and typed(*world, "--modl", "x")[0] == 2
 
 
@@ -114,7 +116,9 @@ def test_tokens_of_a_rank(typed: Typed, arguments: list[str], batch: tuple[int, 
     [
         (["--tokens", "1000", "--length", "512"], "--tokens 1000 are no whole number of sequences of --length 512"),
         (["--trainer.precision", "16-mixed"], "precision='16-mixed' is not supported"),
-        (["--memory-gib", "-1"], "the machine's memory is -"),
+        (["--memory-gib", "-1"], "--memory-gib is -1.0, but must be positive and finite"),
+        (["--tflops", "inf"], "--tflops is inf, but must be positive and finite"),
+        (["--picture", "no/such/folder/a.png"], "there is no folder no/such/folder for the picture a.png"),
         (["--gpu", "tpu"], "invalid choice: 'tpu'"),
     ],
 )

@@ -43,14 +43,12 @@ def run_apart(world: int, rank: int, function: Callable[P, T], *args: P.args, **
     # Not by multiprocessing: it would run the caller's script once more, and refuses daemons, which ranks may be.
     with tempfile.TemporaryDirectory(prefix="lightning-moe-ep-") as folder:
         (Path(folder) / _CALL).write_bytes(pickle.dumps((world, rank, function, args, kwargs)))
-        own = [sys.executable, "-c", f"from {__name__} import serve; serve({folder!r})"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        ended = subprocess.run(own, env=environment, check=False)
+        status = _serve_elsewhere(folder)
         answer = Path(folder) / _ANSWER
         if not answer.exists():
             raise ApartError(
-                f"the process that was to stand for rank {rank} of {world} ended with exit status {ended.returncode}"
-                f"{', killed: it may have had too little memory' if ended.returncode < 0 else ''}"
+                f"the process that was to stand for rank {rank} of {world} ended with exit status {status}"
+                f"{', killed: it may have had too little memory' if status < 0 else ''}"
             )
         succeeded, result = pickle.loads(answer.read_bytes())
     if not succeeded:
@@ -59,6 +57,13 @@ def run_apart(world: int, rank: int, function: Callable[P, T], *args: P.args, **
         error.add_note(stack)
         raise error
     return result
+
+
+def _serve_elsewhere(folder: str) -> int:
+    """Have a new process `serve`; returns its exit status."""
+    own = [sys.executable, "-c", f"from {__name__} import serve; serve({folder!r})"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    return subprocess.run(own, env=environment, check=False).returncode
 
 
 def serve(folder: str) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd
 from typing import get_args
 
 from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing
 from lightning_moe_ep.layout import Layout, divisors_of
 from lightning_moe_ep.planning.estimate import Time, cost_of, time_of
+from lightning_moe_ep.planning.exchange import Message
 from lightning_moe_ep.planning.look import Look
 from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.planning.shapes import ModelShapes
-from lightning_moe_ep.planning.wire import Step, Wire, layers_of, wire_of
+from lightning_moe_ep.planning.wire import Step, Wire, fsdp_messages, layers_of, wire_of
 
 DISPATCHERS = ("all_gather", "all_to_all", "overlapped")
 """Those whose bytes are known."""
@@ -126,9 +128,21 @@ def rows_of(
         host_load_of: the host's memory at load.
     """
     rows, layers = [], layers_of(shapes, look.routing)
+
+    @cache
+    def of_fsdp(layout: Layout, reshard: bool) -> tuple[Message, ...]:
+        return tuple(fsdp_messages(shapes, layout, replace(step, reshard=reshard)))
+
     for candidate in considered:
         of_step = candidate.step(step)
-        wire = wire_of(shapes, candidate.layout, of_step, devices_per_node=devices_per_node, layers=layers)
+        wire = wire_of(
+            shapes,
+            candidate.layout,
+            of_step,
+            devices_per_node=devices_per_node,
+            layers=layers,
+            of_fsdp=of_fsdp(candidate.layout, candidate.reshard),
+        )
         needs = needs_of(candidate)
         rows.append(
             Row(

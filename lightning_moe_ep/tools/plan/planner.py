@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.parallelize import check_options
 from lightning_moe_ep.planning.exchange import chosen_dispatcher
 from lightning_moe_ep.planning.look import look_at
 from lightning_moe_ep.planning.machine import Machine
@@ -20,7 +21,7 @@ from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.planning.wire import Step, layers_of
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
-from lightning_moe_ep.tools.plan.layouts import Candidate, Row, candidates, reason_for, rows_of
+from lightning_moe_ep.tools.plan.layouts import DISPATCHERS, Candidate, Row, candidates, reason_for, rows_of
 from lightning_moe_ep.tools.plan.load import Loading
 from lightning_moe_ep.tools.plan.needs import needs_by
 from lightning_moe_ep.tools.plan.report import Plan
@@ -66,7 +67,7 @@ def plan(
 
     Raises:
         NoExpertsError: the model has no experts module.
-        ValueError: something is not positive, or the model cannot be planned; says why.
+        ValueError: something is not positive or not known by its name, or the model cannot be planned; says why.
         RuntimeError: what was built has other bytes than were worked out: a fault of this library.
     """
     for name, value in (
@@ -80,6 +81,7 @@ def plan(
             raise ValueError(f"{name} is {value}, but must be at least 1")
     machine = machine or Machine()
     options = dict(strategy or {})
+    check_options(**{name: options.get(name, "auto") for name in ("dispatcher", "computation", "combine_dtype")})
     model = build()
     shapes = shapes_of(model, precision=precision, fp32_modules=options.get("fp32_modules", ()))
     loading = Loading(model, shapes)
@@ -108,7 +110,7 @@ def plan(
         needs_of=needs_of,
         host_load_of=partial(loading.host_bytes, cpu_offload=offload) if loading else None,
     )
-    yours = _given(shapes, options, world)
+    yours, impossible = _given(shapes, options, world)
     best = rows[0] if rows[0].too_large is None else None
     if best is not None and confirm:
         _confirm(best, build, precision, options)
@@ -117,6 +119,7 @@ def plan(
         best=best,
         reason=reason_for(best, rows) if best is not None else "",
         yours=next((row for row in rows if row.candidate == yours), None),
+        impossible=impossible,
         world=world,
         devices_per_node=devices_per_node,
         tokens=step.tokens,
@@ -126,30 +129,43 @@ def plan(
         optimizers=states.names,
         machine=machine,
         confirmed=best is not None and confirm,
-        notes=tuple(note for note in (told, states.assumed, look.assumed, _host_note(shapes, options)) if note),
+        notes=tuple(
+            note
+            for note in (
+                told,
+                states.assumed,
+                look.assumed,
+                _unknown_note(yours),
+                _host_note(shapes, options),
+                _unreduced_note(step, any_fits=best is not None),
+            )
+            if note
+        ),
     )
 
 
-def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> Candidate | None:
-    """The candidate that the run has; None: it names no layout, or one that no plan knows."""
+def _given(shapes: ModelShapes, options: Mapping[str, Any], world: int) -> tuple[Candidate | None, str | None]:
+    """The candidate that the run has, and why there is none of its layout; neither: it names no layout."""
     ep = options.get("ep", "auto")
     if ep == "auto":
-        return None
+        return None, None
     try:
         layout = Layout.for_world(world, ep=ep, replicate=options.get("replicate", 1))
-    except ValueError:  # it is for another world
-        return None
+        shapes.check_layout(layout)
+    except ValueError as error:
+        return None, str(error)
     name = options.get("dispatcher", "auto")
     if layout.ep > 1 and name == "auto":
         first, *_ = layers_of(shapes, {}).values()
         name = chosen_dispatcher(first, ep=layout.ep, combine_dtype=options.get("combine_dtype", "auto"))
     kept = options.get("activation_checkpointing", "none")
-    return Candidate(
+    candidate = Candidate(
         layout,
         dispatcher=name if layout.ep > 1 else "-",
         reshard=options.get("reshard_after_forward", True) or layout.fsdp == 1,
         activation_checkpointing="full" if kept == "selective" and layout.ep == 1 else kept,
     )
+    return candidate, None
 
 
 def _confirm(best: Row, build: Callable[[], nn.Module], precision: str, options: Mapping[str, Any]) -> None:
@@ -179,6 +195,23 @@ def _confirm(best: Row, build: Callable[[], nn.Module], precision: str, options:
                 f"the plan has {planned:,} bytes of {part} on a rank for {candidate}, but what was built has {found:,};"
                 " this is a fault of the library: please report it with your configuration"
             )
+
+
+def _unknown_note(yours: Candidate | None) -> str | None:
+    """That the run's own dispatcher is none of those whose bytes are known."""
+    if yours is None or yours.dispatcher in (*DISPATCHERS, "-"):
+        return None
+    return f"yours is not in the table, as what dispatcher={yours.dispatcher!r} sends and keeps is not known"
+
+
+def _unreduced_note(step: Step, *, any_fits: bool) -> str | None:
+    """What else makes room, where nothing fits."""
+    if any_fits or step.micro_batches == 1 or step.reduce_every_micro_batch:
+        return None
+    return (
+        f"the gradients of whole weights are added up over {step.micro_batches} micro-batches before they are reduced;"
+        " reduce_every_micro_batch=True keeps parts only, and sends more"
+    )
 
 
 def _host_note(shapes: ModelShapes, options: Mapping[str, Any]) -> str | None:

@@ -33,6 +33,9 @@ class Plan:
     yours: Row | None
     """That of the strategy's own options; None: they leave the layout open, or are none of `rows`."""
 
+    impossible: str | None
+    """Why the strategy's own layout cannot be on these ranks, if it cannot."""
+
     world: int
     devices_per_node: int
     tokens: int
@@ -70,6 +73,7 @@ class Plan:
             "reason": self.reason,
             "recommended": None if self.best is None else self.rows.index(self.best),
             "yours": None if self.yours is None else self.rows.index(self.yours),
+            "impossible": self.impossible,
             "layouts": [_as_dict(row) for row in self.rows],
         }
 
@@ -91,6 +95,8 @@ class Plan:
         if self.machine.memory is not None:
             lines.append(f"{self.fitting} of {len(self.rows)} layouts fit.")
         lines += self._recommendation()
+        if self.impossible is not None:
+            lines.append(f"Yours is not possible: {self.impossible}.")
         lines += [f"Note: {note}." for note in self.notes]
         return "\n".join(lines)
 
@@ -98,14 +104,12 @@ class Plan:
         """Draw the memory of the best layout of each (ep, replicate), by its parts, into a PNG.
 
         Raises:
+            FileNotFoundError: there is no such folder.
             ModuleNotFoundError: there is no matplotlib; says how to get it.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "a picture needs matplotlib: pip install lightning-moe-ep[docs]", name=error.name
-            ) from None
+        check_picture(file)
+        from matplotlib.figure import Figure
+
         chosen: dict[tuple[int, int], Row] = {}
         for row in self.rows:
             chosen.setdefault((row.candidate.layout.ep, row.candidate.layout.replicate), row)
@@ -175,6 +179,23 @@ class Plan:
         yield f"because {self.reason}{built}."
         if self.yours is not None and self.yours.too_large:
             yield f"Yours does not fit: {self.yours.too_large}."
+
+
+def check_picture(file: str | Path) -> None:
+    """Check that a picture can be drawn into a file, before there is anything to draw.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ModuleNotFoundError: there is no matplotlib; says how to get it.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install lightning-moe-ep[docs]", name=error.name
+        ) from None
+    if not Path(file).resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {Path(file).parent} for the picture {Path(file).name}")
 
 
 def _short(number: float) -> str:

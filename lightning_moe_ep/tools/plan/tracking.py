@@ -38,6 +38,11 @@ class Tracker(MemTracker):
         # parameters too, which raises.
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # which tensors without data are asked more often than to compute
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def _update_peak_stats(self, peak_state: Any) -> None:
         self._highest = max(self._highest, self.level)
 

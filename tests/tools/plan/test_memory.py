@@ -20,12 +20,12 @@ LORA = {
 
 ON_2 = {
     "two optimizers": Run(optimizer="two", ep=1),
-    "sgd, experts frozen": Run(optimizer="sgd", frozen=r"\.experts\."),
     "lora": Run(model={"lora": LORA}),
-    "3 experts of odd width": Run(kind="own", model={"num_experts": 3, "intermediate_size": 33}, ep=1),
 }
 
 MORE_ON_2 = {
+    "sgd, experts frozen": Run(optimizer="sgd", frozen=r"\.experts\."),
+    "3 experts of odd width": Run(kind="own", model={"num_experts": 3, "intermediate_size": 33}, ep=1),
     "qwen3_moe": Run(),
     "deepseek_v3, bf16-true": Run(kind="deepseek_v3", precision="bf16-true"),
     "replicas": Run(kind="own", ep=1, replicate=2),
@@ -33,7 +33,6 @@ MORE_ON_2 = {
 
 ON_4 = {
     "deepseek_v3, mixed": Run(kind="deepseek_v3", world=4, ep=2, precision="bf16-mixed"),
-    "2 experts, empty parts": Run(kind="own", model={"num_experts": 2, "intermediate_size": 33}, world=4),
     "tied, fp32 router, replicas": Run(
         model={"tie_word_embeddings": True},
         world=4,
@@ -44,6 +43,7 @@ ON_4 = {
 }
 
 MORE_ON_4 = {
+    "2 experts, empty parts": Run(kind="own", model={"num_experts": 2, "intermediate_size": 33}, world=4),
     "6 experts, efsdp 2": Run(kind="own", model={"num_experts": 6}, world=4),
     "lora, efsdp 2": Run(model={"lora": LORA}, world=4),
     "replicas, experts": Run(world=4, replicate=2, precision="bf16-mixed"),
