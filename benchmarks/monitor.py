@@ -114,7 +114,7 @@ def measure(ranks: int, layers: int, hidden: int, experts: int, top_k: int, toke
         "heatmap_ms": round(drawn, 1),
         "share_of_hooks": round(hook / step, 5),
         "share_with_reports_every_50": round((hook + said / 50) / step, 5),
-        "share_with_heatmaps_every_500": round((hook + said / 50 + drawn / 500) / step, 5),
+        "share_with_heatmaps_every_1000": round((hook + said / 50 + drawn / 1000) / step, 5),
     }
 
 

@@ -72,7 +72,7 @@ class ExpertLoadMonitor(L.Callback):
         Args:
             every_n_steps: optimizer steps between two reports. None: the Trainer's `log_every_n_steps`.
             heatmap_every_n_steps: those between two heatmaps, which show the last report; one more comes at the end of
-                a fit. None: ten times `every_n_steps`; 0: no heatmaps.
+                a fit. None: twenty times `every_n_steps`; 0: no heatmaps.
             dirpath: the folder of the PNG files.
             log_experts: log the pairs of each expert, too: a scalar for each expert of each layer.
             dead_steps: steps without a token after which an expert is an alert; seen at the next report.
@@ -130,7 +130,7 @@ class ExpertLoadMonitor(L.Callback):
                 " ExpertLoadMonitor(every_n_steps=...)"
             )
         given = self.heatmap_every_n_steps
-        self._heatmap_every = 10 * self._every if given is None else given
+        self._heatmap_every = 20 * self._every if given is None else given
         self._folder = None
         if self._heatmap_every and not trainer.fast_dev_run:
             folder = trainer.log_dir  # a broadcast: every rank asks

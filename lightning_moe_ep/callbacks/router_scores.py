@@ -19,8 +19,16 @@ from torch.utils.hooks import RemovableHandle
 from lightning_moe_ep.callbacks.load_report import Floats
 from lightning_moe_ep.rows import is_recomputation
 
+
+def _softmax(logits: Tensor) -> Tensor:
+    # torch 2.13: on a CPU, along fewer elements than fit a vector, the last dimension takes ten times as long.
+    if logits.device.type == "cpu" and logits.shape[-1] < 16:
+        return logits.float().T.contiguous().softmax(dim=0).T
+    return logits.softmax(dim=-1, dtype=torch.float32)
+
+
 SCORES: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda logits: logits.softmax(dim=-1, dtype=torch.float32),
+    _softmax,
     lambda logits: logits.float().sigmoid(),
     lambda logits: F.softplus(logits.float()).sqrt(),
 )
