@@ -32,14 +32,18 @@ class Layout:
     ep: int
     """Ranks that share one full set of experts; each holds `E / ep` whole experts."""
 
+    cp: int = 1
+    """Consecutive ranks that hold slices of the same sequences. It is no factor of the world: these ranks shard weights
+    and share experts as any others, so `cp` may divide `ep` or be divided by it, or neither."""
+
     @classmethod
-    def for_world(cls, world: int, *, ep: int, replicate: int = 1) -> Layout:
-        """The layout of `world` ranks for the given `ep` and `replicate`; `efsdp` is what remains.
+    def for_world(cls, world: int, *, ep: int, replicate: int = 1, cp: int = 1) -> Layout:
+        """The layout of `world` ranks for the given `ep`, `replicate` and `cp`; `efsdp` is what remains.
 
         Raises:
-            ValueError: a size is below 1, or `ep * replicate` does not divide the world.
+            ValueError: a size is below 1, or `ep * replicate`, or `cp`, does not divide the world.
         """
-        for name, size in (("world size", world), ("ep", ep), ("replicate", replicate)):
+        for name, size in (("world size", world), ("ep", ep), ("replicate", replicate), ("cp", cp)):
             if size < 1:
                 raise ValueError(f"{name} is {size}, but must be at least 1")
         if ep > world:
@@ -55,7 +59,12 @@ class Layout:
                 f"ep={ep} times replicate={replicate} does not divide the world of {world} ranks; with"
                 f" replicate={replicate}, use an ep out of {divisors_of(world // replicate)}"
             )
-        return cls(replicate=replicate, efsdp=world // (ep * replicate), ep=ep)
+        if world % cp:
+            raise ValueError(
+                f"cp={cp} does not divide the world of {world} rank(s): sequences are cut over cp consecutive ranks;"
+                f" use one of {divisors_of(world)}"
+            )
+        return cls(replicate=replicate, efsdp=world // (ep * replicate), ep=ep, cp=cp)
 
     @property
     def fsdp(self) -> int:
@@ -65,6 +74,11 @@ class Layout:
     @property
     def world(self) -> int:
         return self.replicate * self.efsdp * self.ep
+
+    @property
+    def data_parallel(self) -> int:
+        """How many groups of ranks have sequences of their own: `world / cp`."""
+        return self.world // self.cp
 
     def check_experts(self, num_experts: Mapping[str, int]) -> None:
         """Check that every experts module can be cut into `ep` equal parts.
@@ -84,7 +98,8 @@ class Layout:
                 )
 
     def __str__(self) -> str:
-        return f"(replicate {self.replicate}, efsdp {self.efsdp}, ep {self.ep})"
+        cp = f", cp {self.cp}" if self.cp > 1 else ""
+        return f"(replicate {self.replicate}, efsdp {self.efsdp}, ep {self.ep}{cp})"
 
 
 def largest_ep(world: int, *, replicate: int, devices_per_node: int, num_experts: Mapping[str, int]) -> int:

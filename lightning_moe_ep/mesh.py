@@ -2,8 +2,9 @@
 
 One world, seen twice: the dense view `(replicate, fsdp)` shards everything but the experts, the expert view
 `(replicate, efsdp, ep)` shards the experts. Dimensions that are not used (`replicate` of 1, the whole expert view at
-`ep=1`) are left out. A `Meshes` comes out, whose groups have each carried one collective, so that a broken network
-shows here and not inside the first backward.
+`ep=1`) are left out. Beside them, at `cp > 1`, the data view `(dp, cp)`, which shards nothing but sequences. A
+`Meshes` comes out, whose groups have each carried one collective, so that a broken network shows here and not inside
+the first backward.
 """
 
 from __future__ import annotations
@@ -46,6 +47,23 @@ class Meshes:
     host_ep_group: dist.ProcessGroup | None
     """The ep group once more for host values; None at ep=1."""
 
+    data: DeviceMesh | None = None
+    """`(dp, cp)`: which ranks have sequences of their own, and which have slices of the same; None at cp=1."""
+
+    host_cp_group: dist.ProcessGroup | None = None
+    """The cp group once more for host values; None at cp=1."""
+
+    @property
+    def cp_mesh(self) -> DeviceMesh:
+        if self.data is None:
+            raise RuntimeError("there is no cp mesh at cp=1")
+        return self.data["cp"]
+
+    @property
+    def cp_rank(self) -> int:
+        """Which slice of its sequences this rank has, in `[0, cp)`."""
+        return 0 if self.data is None else self.data.get_local_rank("cp")
+
     @property
     def ep_mesh(self) -> DeviceMesh:
         if self.expert is None:
@@ -62,13 +80,14 @@ class Meshes:
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
         """What this rank communicates over, the world's default group and the host's among it."""
-        host = [group for group in (self.host_group, self.host_ep_group) if group is not None]
+        host_groups = (self.host_group, self.host_ep_group, self.host_cp_group)
+        host = [group for group in host_groups if group is not None]
         world = [] if dist.group.WORLD is None else [dist.group.WORLD]
         return [*world, *host, *(group for _, group in self.groups())]
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Every process group of this rank with the name of its mesh dimension."""
-        for mesh in (self.dense, self.expert):
+        for mesh in (self.dense, self.expert, self.data):
             if mesh is not None:
                 for name in mesh.mesh_dim_names or ():
                     yield name, mesh.get_group(name)
@@ -109,16 +128,28 @@ def _build(layout: Layout, device_type: str, timeout: timedelta | None) -> Meshe
         return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
     dense = mesh_of(("fsdp", layout.fsdp))
-    expert, host_ep_group = None, None
+    expert, host_ep_group, data, host_cp_group = None, None, None, None
     if layout.ep > 1:
         expert = mesh_of(("efsdp", layout.efsdp), ("ep", layout.ep))
         host_ep_group = _host_group(layout.world, layout.ep)
+    if layout.cp > 1:
+        data = init_device_mesh(device_type, (layout.data_parallel, layout.cp), mesh_dim_names=("dp", "cp"))
+        host_cp_group = _host_group(layout.world, layout.cp)
     host_group = _host_group(layout.world, layout.world)
-    meshes = Meshes(layout=layout, dense=dense, expert=expert, host_group=host_group, host_ep_group=host_ep_group)
+    meshes = Meshes(
+        layout=layout,
+        dense=dense,
+        expert=expert,
+        host_group=host_group,
+        host_ep_group=host_ep_group,
+        data=data,
+        host_cp_group=host_cp_group,
+    )
     groups = [(name, group, device_type) for name, group in meshes.groups()]
     groups.append(("world (host)", host_group, "cpu"))
-    if host_ep_group is not None:
-        groups.append(("ep (host)", host_ep_group, "cpu"))
+    for name, host in (("ep (host)", host_ep_group), ("cp (host)", host_cp_group)):
+        if host is not None:
+            groups.append((name, host, "cpu"))
     for name, group, device in groups:
         # A group does not take over the timeout of the world's.
         if timeout is not None and dist.get_backend(group) != "fake":

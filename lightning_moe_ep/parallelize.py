@@ -27,6 +27,7 @@ from lightning_moe_ep.activation_checkpointing import (
     wrap_forwards,
 )
 from lightning_moe_ep.checkpoint import load_pretrained
+from lightning_moe_ep.context_parallel import ContextParallelMode, spread_attention
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
     Computation,
@@ -64,6 +65,7 @@ def parallelize(
     compile_blocks: bool = False,
     cpu_offload: bool = False,
     fp32_modules: Sequence[str] = (),
+    cp_mode: ContextParallelMode = "ulysses",
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
@@ -88,6 +90,7 @@ def parallelize(
         cpu_offload: keep what FSDP2 shards in memory of the host, and compute the optimizer's step there.
         fp32_modules: names of modules, or ends of their paths, that are gathered and computed in fp32, whatever the
             mixed precision of the rest; they must be called. What they return is fp32.
+        cp_mode: at cp > 1, how attention sees whole sequences; see `ContextParallelMode`.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
@@ -96,12 +99,13 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
-        NotImplementedError: weights are quantised, or an adapter is of a kind that cannot be spread.
+        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or at cp > 1 tokens
+            meet elsewhere than in an attention that goes through transformers' attention interface.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
             of these names, or it holds experts.
     """
-    check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+    check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
     check_activation_checkpointing(activation_checkpointing)
     check_not_quantized(model)
     experts = find_experts(model)
@@ -114,6 +118,8 @@ def parallelize(
                 f" ({type(found.module).__name__}); use one of {sorted(found.adapter.computations)}"
             )
     meshes.layout.check_experts({found.name: found.num_experts for found in experts})
+    if meshes.layout.cp > 1:
+        spread_attention(model, meshes, mode=cp_mode)
     for found in experts:
         found.adapter.prepare()
     make_dispatcher = dispatcher_class(dispatcher)
@@ -185,17 +191,18 @@ def parallelize(
         materialize(model, seed=0, device=device)  # buffers that are computed, not saved
 
 
-def check_options(*, dispatcher: str, computation: str, combine_dtype: str) -> None:
+def check_options(*, dispatcher: str, computation: str, combine_dtype: str, cp_mode: str = "ulysses") -> None:
     """Check what is chosen by name, so that a misspelt one does not stand for another.
 
     Raises:
-        ValueError: there is no such dispatcher, computation or combine_dtype; lists those that there are.
+        ValueError: there is no such dispatcher, computation, combine_dtype or cp_mode; lists those that there are.
         NotImplementedError: a dispatcher that is not supported.
     """
     dispatcher_class(dispatcher)
     for name, value, choices in (
         ("computation", computation, get_args(Computation)),
         ("combine_dtype", combine_dtype, get_args(CombineDtype)),
+        ("cp_mode", cp_mode, get_args(ContextParallelMode)),
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not known; use one of {list(choices)}")

@@ -18,6 +18,13 @@ def test_efsdp_and_fsdp_are_what_remains() -> None:
     assert str(layout) == "(replicate 2, efsdp 3, ep 4)"
 
 
+@pytest.mark.parametrize(("ep", "cp"), [(4, 2), (2, 4), (4, 4), (4, 3), (4, 6), (1, 12)])
+def test_cp_is_a_factor_of_no_other_size(ep: int, cp: int) -> None:
+    layout = Layout.for_world(12, ep=ep, cp=cp)
+    assert (layout.efsdp, layout.world, layout.data_parallel) == (12 // ep, 12, 12 // cp)
+    assert str(layout) == f"(replicate 1, efsdp {12 // ep}, ep {ep}, cp {cp})"
+
+
 @pytest.mark.parametrize(
     ("world", "sizes", "message"),
     [
@@ -45,6 +52,13 @@ def test_efsdp_and_fsdp_are_what_remains() -> None:
             8,
             {"ep": 8, "replicate": 2},
             r"ep=8 times replicate=2 does not divide the world of 8 ranks; with replicate=2, use an ep out of"
+            r" \[1, 2, 4\]",
+        ),
+        (4, {"ep": 2, "cp": 0}, "cp is 0, but must be at least 1"),
+        (
+            4,
+            {"ep": 2, "cp": 3},
+            r"cp=3 does not divide the world of 4 rank\(s\): sequences are cut over cp consecutive ranks; use one of"
             r" \[1, 2, 4\]",
         ),
     ],

@@ -72,7 +72,7 @@ def _ep1() -> list[str]:
     meshes = build_meshes(Layout.for_world(2, ep=1), "cpu")
     assert meshes.expert is None and meshes.host_ep_group is None
     messages = []
-    for name in ("ep_mesh", "efsdp_mesh"):
+    for name in ("ep_mesh", "efsdp_mesh", "cp_mesh"):
         with pytest.raises(RuntimeError) as error:
             getattr(meshes, name)
         messages.append(str(error.value))
@@ -80,8 +80,25 @@ def _ep1() -> list[str]:
 
 
 def test_ep_1_has_no_expert_view(ranks: RankPool) -> None:
-    answers = ["there is no ep mesh at ep=1", "there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh", "fsdp"]
+    answers = ["there is no ep mesh at ep=1", "there is no efsdp mesh at ep=1: FSDP2 uses the dense mesh"]
+    answers += ["there is no cp mesh at cp=1", "fsdp"]
     assert ranks.run(_ep1, world=2) == [answers] * 2
+
+
+def _cp_beside_ep() -> tuple[int, int, list[str]]:
+    meshes = build_meshes(Layout.for_world(4, ep=4, cp=2), "cpu")
+    assert meshes.host_cp_group is not None and meshes.host_cp_group in meshes.all_groups
+    mine = torch.tensor(dist.get_rank())
+    dist.all_reduce(mine, group=meshes.host_cp_group)
+    assert dist.get_process_group_ranks(meshes.cp_mesh.get_group()) == dist.get_process_group_ranks(
+        meshes.host_cp_group
+    )
+    return int(mine), meshes.cp_rank, [*dict(meshes.groups())]
+
+
+def test_cp_groups_are_consecutive_ranks_whatever_ep_is(ranks: RankPool) -> None:
+    names = ["fsdp", "efsdp", "ep", "dp", "cp"]
+    assert ranks.run(_cp_beside_ep, world=4) == [(1, 0, names), (1, 1, names), (5, 0, names), (5, 1, names)]
 
 
 def _failing_collective(how: str, size: int) -> str:

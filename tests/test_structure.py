@@ -30,6 +30,7 @@ FLOORS = {
     "precision": 3,
     "initialization": 2,
     "checkpoint": 3,
+    "context_parallel": 3,
     "mesh": 2,
     "lora": 2,
     "optimizers": 2,

@@ -7,7 +7,7 @@ weights, gradients, checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -30,6 +30,7 @@ from lightning_moe_ep.activation_checkpointing import (
     check_activation_checkpointing,
 )
 from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
+from lightning_moe_ep.context_parallel import ContextParallelMode, shard_sequences
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, lone_expert_parameters
@@ -60,6 +61,8 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         self,
         ep: int | Literal["auto"] = "auto",
         replicate: int = 1,
+        cp: int = 1,
+        cp_mode: ContextParallelMode = "ulysses",
         dispatcher: str = "auto",
         computation: Computation = "auto",
         combine_dtype: CombineDtype = "auto",
@@ -83,6 +86,10 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
                 `plan`'s arithmetic, among those that fit, where the data module has block_size and batch_size; else
                 the largest, at most the devices of a node, that divides the world (per replica) and all experts.
             replicate: Number of copies of the whole sharded model, as in hybrid-sharded data parallelism.
+            cp: Number of consecutive ranks over which each sequence is cut, for sequences that do not fit a rank. They
+                are given the same samples, and share weights and experts as any other ranks.
+            cp_mode: How attention sees the whole sequence: "ulysses" exchanges heads for tokens and back, "ring" passes
+                keys and values around (torch's own context parallel, on GPUs, for causal attention without padding).
             dispatcher: How tokens reach their experts: "all_gather", "all_to_all", "overlapped", "auto" (the cheaper
                 of the first two by a cost model), or the name of a registered dispatcher.
             computation: How experts compute: "grouped_mm", "loop", "native" (the module's own forward: transformers'
@@ -116,15 +123,17 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
             timeout: How long a collective may take.
 
         Raises:
-            ValueError: ep or replicate is not a positive integer; there is no such dispatcher, computation,
-                combine_dtype, activation_checkpointing or uneven; or async_save is asked for with
+            ValueError: ep, replicate or cp is not a positive integer; there is no such cp_mode, dispatcher,
+                computation, combine_dtype, activation_checkpointing or uneven; or async_save is asked for with
                 save_distributed_checkpoint=False.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
         if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
             raise ValueError(f"replicate={replicate!r} must be a number of copies, at least 1")
-        check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype)
+        if not isinstance(cp, int) or isinstance(cp, bool) or cp < 1:
+            raise ValueError(f"cp={cp!r} must be a number of ranks, at least 1")
+        check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
         check_activation_checkpointing(activation_checkpointing)
         super().__init__(
             uneven=uneven,
@@ -135,7 +144,9 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         )
         self.ep = ep
         self.replicate = replicate
+        self.cp = cp
         self.parallelize_options: dict[str, Any] = {
+            "cp_mode": cp_mode,
             "dispatcher": dispatcher,
             "computation": computation,
             "combine_dtype": combine_dtype,
@@ -194,6 +205,13 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         policy = self.precision_plugin.policy
         parallelize(model, self.meshes, mp_policy=policy, roots=roots, **self.parallelize_options)
 
+    def shard_sequences(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's slice of a batch of whole sequences, for a module's own `training_step`; see `shard_sequences`.
+
+        At cp=1 it has the whole sequences in the same form, so a module needs no second way.
+        """
+        return shard_sequences(batch, rank=self.meshes.cp_rank, size=self.cp)
+
     @property
     def materializes_meta(self) -> bool:
         """That a model may be left on the meta device: this strategy makes its initial weights."""
@@ -218,7 +236,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         super()._configure_launcher()
         # The first moment at which the world's size is known, and in the Trainer's constructor.
         world = self.num_nodes * self.num_processes
-        Layout.for_world(world, ep=1 if self.ep == "auto" else self.ep, replicate=self.replicate)
+        Layout.for_world(world, ep=1 if self.ep == "auto" else self.ep, replicate=self.replicate, cp=self.cp)
 
     @override
     def setup_environment(self) -> None:
@@ -243,7 +261,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
 
     def _build_meshes(self, ep: int) -> None:
         assert self.lightning_module is not None
-        layout = Layout.for_world(self.world_size, ep=ep, replicate=self.replicate)
+        layout = Layout.for_world(self.world_size, ep=ep, replicate=self.replicate, cp=self.cp)
         self._meshes = build_meshes(layout, self.root_device.type, timeout=self._timeout)
         self._device_mesh = self._meshes.expert or self._meshes.dense
         self.lightning_module._device_mesh = self._device_mesh

@@ -1,0 +1,10 @@
+"""Long sequences: each is cut over the cp ranks, which meet in the attention and nowhere else.
+
+A batch of whole sequences goes in, the same on the ranks of a cp group, and each takes its slice (`slicing.py`). The
+model runs on slices; its attention functions exchange heads for tokens and back (`attention.py`).
+"""
+
+from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention
+from lightning_moe_ep.context_parallel.slicing import shard_sequences
+
+__all__ = ["ContextParallelMode", "shard_sequences", "spread_attention"]
