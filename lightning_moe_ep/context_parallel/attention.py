@@ -17,8 +17,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from lightning_moe_ep.context_parallel.masks import TellsSequences, whole_mask
-from lightning_moe_ep.context_parallel.supported import attention_modules, check_supported
+from lightning_moe_ep.context_parallel.masks import TellsSequences, tell_last_position, whole_mask
+from lightning_moe_ep.context_parallel.supported import (
+    attention_modules,
+    check_supported,
+    rope_grows,
+    rotary_modules,
+)
 from lightning_moe_ep.context_parallel.ulysses import Ulysses
 from lightning_moe_ep.mesh import Meshes
 
@@ -56,9 +61,14 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
         _wrap_eager(module)
     keep = partial(_wrap_registered, list(configs.values()))
     keep()
+    growing: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and attention_modules(module):
             TellsSequences(group, host_group, keep).install(module)
+            if rope_grows(module):
+                growing.update({id(rotary): rotary for rotary in rotary_modules(module)})
+    for rotary in growing.values():
+        tell_last_position(rotary)
 
 
 def _wrap_registered(configs: list[Any]) -> None:

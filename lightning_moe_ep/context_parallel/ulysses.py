@@ -6,7 +6,6 @@ some of the heads over whole sequences, `[B, heads / cp, S, D]`; what comes out 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,20 +144,3 @@ class _SomeHeads:
 
     def __getattr__(self, name: str) -> Any:
         return self._seen[name] if name in self._seen else getattr(self._module, name)
-
-
-def calls_attention_interface(cls: type[nn.Module]) -> bool:
-    """Whether modules of this class leave attention to a function that transformers' register names."""
-    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes_of(cls))
-
-
-def codes_of(cls: type[nn.Module]) -> list[Any]:
-    """The code of the methods of a module's class, without those of `nn.Module`."""
-    functions = [
-        inspect.unwrap(member)
-        for base in cls.__mro__
-        if base not in (nn.Module, object)
-        for member in vars(base).values()
-        if inspect.isfunction(member)
-    ]
-    return [function.__code__ for function in functions]
