@@ -66,6 +66,8 @@ class TellsSequences:
     host_group: dist.ProcessGroup
     keep_registered: Callable[[], None]
     """Called before each forward: what transformers' registers name may have been registered anew."""
+    masks: bool
+    """Whether attention can have a mask."""
 
     _tokens: list[Token[WholeSequences | None] | None] = field(default_factory=list)
 
@@ -91,6 +93,11 @@ class TellsSequences:
         if mask is None:
             mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         sequences = _whole_sequences(given.get("input_ids"), mask, positions, self.group)
+        if not self.masks and (sequences.causal_mask is not None or sequences.positions is not None):
+            raise NotImplementedError(
+                f"cp_mode='ring' knows one whole sequence a row, but these have"
+                f" {'padding' if sequences.positions is None else 'several in a row'}; use cp_mode='ulysses'"
+            )
         given["attention_mask"] = mask
         if "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             given["use_cache"] = False

@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from lightning_moe_ep.layout import divisors_of
 
 _TOKEN_BY_TOKEN = (
-    *(nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList),
+    *(
+        nn.Linear,
+        nn.Embedding,
+        nn.Identity,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.Sequential,
+        nn.ParameterList,
+        nn.ParameterDict,
+    ),
     *(getattr(dropout, name) for name in dropout.__all__),
     *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
     *(normalization.LayerNorm, normalization.RMSNorm),
@@ -46,11 +55,17 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _calls_attention_interface(type(module))]
 
 
-def check_supported(model: nn.Module, *, cp: int) -> None:
+def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_type: str = "cpu") -> None:
     """Check that tokens meet in the model's attention and nowhere else, and that its heads can be scattered.
 
+    Args:
+        model: plain.
+        cp: over how many ranks.
+        mode: by ring attention heads need not be scattered, but little else is served.
+        device_type: where the model will be.
+
     Raises:
-        NotImplementedError: they do, or it cannot be told.
+        NotImplementedError: tokens meet elsewhere, or it cannot be told, or `mode` cannot serve the model there.
         ValueError: `cp` does not divide a number of heads.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -69,6 +84,11 @@ def check_supported(model: nn.Module, *, cp: int) -> None:
     for cls, name in kinds.items():
         if problem := _problem_of_class(cls, model.get_submodule(name)):
             raise NotImplementedError(f"cp={cp}: {name} ({cls.__name__}) {problem}; use cp=1")
+    if mode == "ring":
+        problem = next(filter(None, (_problem_of_ring(module, device_type) for module in attentions)), None)
+        if problem:
+            raise NotImplementedError(f"cp_mode='ring' {problem}; use cp_mode='ulysses'")
+        return
     for module in attentions:
         if (heads := heads_of(module)) % cp:
             raise ValueError(
@@ -134,6 +154,26 @@ def _problem_of_class(cls: type[nn.Module], module: nn.Module) -> str | None:
         return "multiplies matrices and takes a softmax, as attention of its own would"
     if _MEET_BY_NAME.search(cls.__name__) and not attention_modules(module):
         return "is named as if tokens met in it, but does not go through transformers' attention interface"
+    return None
+
+
+def _problem_of_ring(module: nn.Module, device_type: str) -> str | None:
+    config, name = module.config, type(module).__name__
+    width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    if device_type not in ("cpu", "cuda"):
+        return f"is served by torch on CUDA and on the CPU, not on {device_type}"
+    if config._attn_implementation != "sdpa":
+        return f"is torch's own attention, 'sdpa', but {name} has attn_implementation={config._attn_implementation!r}"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"has no sliding windows, but those of {name} are {config.sliding_window}"
+    if getattr(module, "v_head_dim", width) != width:
+        return f"needs values as wide as keys, but those of {name} are {module.v_head_dim} and {width}"
+    if not getattr(module, "is_causal", True):
+        return f"is causal, but {name} is not"
+    if getattr(module, "attention_dropout", 0.0):
+        return f"has no dropout, but {name} has attention_dropout={module.attention_dropout}"
+    if device_type == "cuda" and (width is None or width % 8 or width > 256):
+        return f"needs heads of a multiple of 8, at most 256, but those of {name} are {width} wide"
     return None
 
 

@@ -105,9 +105,8 @@ class Ulysses:
     def _scatter_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each `[B, h, s, d]` to `[B, h / cp, cp * s, d]`; in one exchange where they can be put together."""
         batch, _, length, width = tensors[0].shape
-        if any((t.shape[-1], t.dtype) != (width, tensors[0].dtype) for t in tensors):
-            if len(tensors) > 1:
-                return [self._scatter_heads([tensor])[0] for tensor in tensors]
+        if any((tensor.shape[-1], tensor.dtype) != (width, tensors[0].dtype) for tensor in tensors):
+            return [self._scatter_heads([tensor])[0] for tensor in tensors]
         heads = [tensor.shape[1] // self.size for tensor in tensors]
         parts = [t.unflatten(1, (self.size, h)).transpose(0, 1) for t, h in zip(tensors, heads, strict=True)]
         received = self._exchange(torch.cat(parts, dim=2))  # [cp, B, heads, s, d], by the rank whose tokens they are
