@@ -62,6 +62,11 @@ class Ring:
                 f" {dropout}, {'a' if attention_mask is not None else 'no'} mask, causal {causal}, {odd}, queries, keys"
                 f" and values of {shapes}); use cp_mode='ulysses'"
             )
+        if query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
+            raise NotImplementedError(
+                f"cp_mode='ring' runs torch's flash kernel, which takes no {query.dtype}; use precision='bf16-true' or"
+                " 'bf16-mixed', or cp_mode='ulysses'"
+            )
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         output: Tensor = _RingAttention.apply(query, key, value, self.group, scaling)
