@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import (
     and_masks,
-    find_packed_sequence_indices,
     packed_sequence_mask_function,
     remap_positions_for_packed_sequence,
 )
@@ -49,6 +50,20 @@ class WholeSequences:
 
     last: Tensor | None
     """The largest position; None: not known."""
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """What flash attention is told of several sequences in a row: where each begins and the last ends.
+
+        `[n + 1]` int32, expanded to `[longest, n + 1]`, so that the longest needs no wait for the device in each layer.
+        """
+        assert self.sequence_ids is not None
+        begins = F.pad(self.sequence_ids.diff(dim=-1) != 0, (1, 0), value=True)
+        if self.mask is not None:  # what is padding is a sequence of its own
+            begins |= F.pad(self.mask.diff(dim=-1) != 0, (1, 0))
+        starts = begins.flatten().nonzero().flatten()
+        ends = torch.cat([starts, starts.new_tensor([begins.numel()])]).int()
+        return ends.expand(int(ends.diff().max()), -1)
 
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -194,24 +209,19 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
             f"the {cp} ranks that hold slices of the same sequences were given the same tokens at the same positions:"
             f" whole sequences, not slices; {CALL}"
         )
-    sequence_ids = find_packed_sequence_indices(whole_positions) if packed else None
     return WholeSequences(
         length=length,
         whole_length=cp * length,
         mask=None if unpadded else whole_mask,
         causal_mask=None if unpadded or rounded else whole_mask,
         positions=whole_positions if packed else None,
-        sequence_ids=sequence_ids,
+        sequence_ids=F.pad(begins.cumsum(dim=-1), (1, 0)) if packed else None,
         last=whole_positions.where(whole_mask | not_rounding, 0).max() if marks_packing else None,
     )
 
 
 def whole_mask(make: Callable[..., Any], *, flash: bool, **options: Any) -> Any:
-    """What the mask function `make` makes of whole sequences, in a forward that has slices of them.
-
-    For flash attention, packed sequences are told by their cumulative lengths, `[n + 1]` int32, expanded to
-    `[longest, n + 1]` so that the length of the longest needs no wait for the device in each layer.
-    """
+    """What the mask function `make` makes of whole sequences, in a forward that has slices of them."""
     sequences = _running.get()
     if sequences is None:
         return make(**options)
@@ -229,7 +239,7 @@ def whole_mask(make: Callable[..., Any], *, flash: bool, **options: Any) -> Any:
     # transformers tells packed sequences apart in causal masks only, and some families not even in these.
     if sequences.positions is not None and sequences.sequence_ids is not None:
         if flash:
-            return _cumulative_lengths(sequences)
+            return sequences.lengths
         options["mask_function"] = and_masks(
             remap_positions_for_packed_sequence(function, sequences.positions),
             packed_sequence_mask_function(sequences.sequence_ids),
@@ -269,15 +279,3 @@ def _holds_tensor(function: Callable[..., Any]) -> bool:
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     held = [each for one in held for each in (one if isinstance(one, tuple) else (one,))]
     return any(isinstance(one, Tensor) or (hasattr(one, "__closure__") and _holds_tensor(one)) for one in held)
-
-
-def _cumulative_lengths(sequences: WholeSequences) -> Tensor:
-    assert sequences.sequence_ids is not None
-    ids, mask = sequences.sequence_ids, sequences.causal_mask
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids.diff(dim=-1) != 0
-    if mask is not None:  # what is padding is a sequence of its own
-        begins[:, 1:] |= mask[:, 1:] != mask[:, :-1]
-    starts = begins.flatten().nonzero().flatten()
-    ends = torch.cat([starts, starts.new_tensor([ids.numel()])]).int()
-    return ends.expand(int(ends.diff().max()), -1)

@@ -87,13 +87,19 @@ def build(kind: str, *, attention: str = "sdpa", lora: bool = False, **options: 
 
 
 def batch_of(kind: str, seed: int) -> Batch:
-    """A whole batch: `even`, `padded`, `left`, `packed`, `odd`, `one` or `short`."""
+    """A whole batch: `even`, `padded`, `left`, `packed`, `both`, `odd`, `one` or `short`."""
     generator = torch.Generator().manual_seed(seed)
     rows, length = {"odd": (2, 13), "one": (1, 11), "short": (2, 12)}.get(kind, (2, 16))
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    if kind == "packed":
+    if kind in ("packed", "both"):
         positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in ((3, 9, 4), (12, 1, 3))])
-        return {"input_ids": ids, "labels": ids, "position_ids": positions}
+        if kind == "packed":
+            return {"input_ids": ids, "labels": ids, "position_ids": positions}
+        mask = torch.ones_like(ids)
+        mask[0, 10:12] = mask[1, 13:] = 0  # the end of a sequence, and one that is nothing else
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[0, 12] = -100  # padding would be asked for it
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask}
     if kind in ("padded", "left", "short"):  # in short, the later slices are nothing but padding
         lengths = torch.tensor([[4], [3]] if kind == "short" else [[length - 2], [7]])
         places = torch.arange(length)

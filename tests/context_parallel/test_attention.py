@@ -66,9 +66,9 @@ VARIANTS = [
             "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, **LONG}
         },
     ),
-    CPCase("deepseek_v3", batches=("padded", "packed"), options={"attention": "eager"}),
+    CPCase("deepseek_v3", batches=("padded", "packed", "both"), options={"attention": "eager"}),
     CPCase("qwen3_moe", batches=("padded", "packed"), options={"lora": True}),
-    CPCase("gpt_oss", batches=("padded", "left", "packed", "odd"), options={"attention": FLASH}),
+    CPCase("gpt_oss", batches=("padded", "left", "packed", "both", "odd"), options={"attention": FLASH}),
     CPCase("mixtral", batches=("padded", "packed"), options={"attention": FLASH}),
 ]
 
