@@ -1,0 +1,148 @@
+"""Attention over whole sequences on ranks that hold slices: gradients and norms are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_moe_ep.context_parallel import shard_sequences
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.mesh import build_meshes
+from lightning_moe_ep.parallelize import parallelize
+from tests.context_parallel.parity import FLASH, MODELS, Batch, CPCase, batch_of, build, check, loss_sum
+from tests.pool import RankPool
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_parity_on_two_ranks(ranks: RankPool, model: str, ep: int) -> None:
+    check(ranks, CPCase(model, ep=ep))
+
+
+ON_FOUR = [
+    CPCase("qwen3_moe", world=4, ep=2),
+    CPCase("qwen3_moe", world=4, ep=4),
+    CPCase("mixtral", world=4, ep=2, replicate=2),
+    CPCase("gpt_oss", world=4, ep=4, batches=("padded", "packed", "left")),
+    CPCase("gpt_oss", world=4, cp=4, ep=2),
+    CPCase("deepseek_v3", world=4, ep=2),
+    CPCase("deepseek_v3", world=4, cp=4),
+]
+
+
+@pytest.mark.parametrize("case", ON_FOUR, ids=lambda case: f"{case.model}-cp{case.cp}-ep{case.ep}")
+def test_parity_on_four_ranks(ranks: RankPool, case: CPCase) -> None:
+    check(ranks, case)
+
+
+LONG = {"factor": 4.0, "original_max_position_embeddings": 10, "rope_theta": 1e4}
+VARIANTS = [
+    CPCase("qwen3_moe", batches=("padded", "packed"), strategy={"activation_checkpointing": "full"}),
+    CPCase("gpt_oss", batches=("padded", "packed"), strategy={"activation_checkpointing": "selective"}),
+    CPCase(
+        "qwen3_moe",
+        batches=("odd", "one"),
+        options={"rope_parameters": {"rope_type": "dynamic", **LONG}, "max_position_embeddings": 10},
+    ),
+    CPCase(
+        "qwen3_moe",
+        batches=("odd", "one"),
+        options={
+            "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, **LONG}
+        },
+    ),
+    CPCase("deepseek_v3", batches=("padded", "packed"), options={"attention": "eager"}),
+    CPCase("qwen3_moe", batches=("padded", "packed"), options={"lora": True}),
+    CPCase("gpt_oss", batches=("padded", "left", "packed", "odd"), options={"attention": FLASH}),
+    CPCase("mixtral", batches=("padded", "packed"), options={"attention": FLASH}),
+]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: f"{case.model}-{[*case.options, *case.strategy.values()]}")
+def test_parity_of_variants(ranks: RankPool, case: CPCase) -> None:
+    check(ranks, case)
+
+
+@pytest.mark.more
+def test_parity_of_compiled_blocks(ranks: RankPool) -> None:
+    check(ranks, CPCase("gpt_oss", batches=("padded", "packed"), strategy={"compile_blocks": True}), timeout=300)
+
+
+RINGS = [
+    CPCase("qwen3_moe", batches=("even", "odd", "one"), strategy={"cp_mode": "ring"}),
+    CPCase("qwen3_moe", world=4, cp=4, ep=2, batches=("even", "odd", "one"), strategy={"cp_mode": "ring"}),
+]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=lambda case: f"cp{case.cp}")
+def test_parity_of_rings(ranks: RankPool, case: CPCase) -> None:
+    """On CPU by its own flash kernel; what CUDA's kernel hands from forward to backward, only a GPU can show."""
+    check(ranks, case)
+
+
+def look() -> dict[str, Any]:
+    """On a rank: what attention is given, how often ranks exchange, and two models beside each other."""
+    rank, meshes = dist.get_rank(), build_meshes(Layout.for_world(2, ep=2, cp=2), "cpu")
+    seen: dict[str, Any] = {}
+
+    def slice_of(kind: str) -> Batch:
+        return shard_sequences(batch_of(kind, 0), rank=rank, size=2)
+
+    exchange, attend = dist.all_to_all_single, F.scaled_dot_product_attention
+    calls = {"exchanges": 0, "masked": 0, "causal": 0, "heads": set()}
+
+    def exchanging(*args: Any, **options: Any) -> Any:
+        calls["exchanges"] += 1
+        return exchange(*args, **options)
+
+    def attending(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls["masked"] += options["attn_mask"] is not None
+        calls["causal"] += options["is_causal"]
+        calls["heads"].add(tuple(query.shape[1:3]))
+        return attend(query, *args, **options)
+
+    dist.all_to_all_single, F.scaled_dot_product_attention = exchanging, attending
+    try:
+        for checkpointing in ("none", "selective", "full"):
+            model = build("qwen3_moe")
+            parallelize(model, meshes, activation_checkpointing=checkpointing)
+            calls["exchanges"] = 0
+            loss_sum(model, slice_of("even")).backward()
+            seen[checkpointing] = calls["exchanges"]
+        for kind in ("even", "odd", "padded", "packed"):
+            calls |= {"masked": 0, "causal": 0, "heads": set()}
+            loss_sum(model, slice_of(kind))
+            seen[kind] = (calls["masked"], calls["causal"], calls["heads"])
+    finally:
+        dist.all_to_all_single, F.scaled_dot_product_attention = exchange, attend
+
+    pair = nn.ModuleDict({"student": build("qwen3_moe"), "teacher": build("gpt_oss")})
+    parallelize(pair, meshes, roots=list(pair.values()))
+    batch, whole = slice_of("padded"), shard_sequences(batch_of("padded", 0), rank=0, size=1)
+    with torch.no_grad():
+        seen["student"] = float(sum_over(pair["student"].eval(), batch) - loss_sum(build("qwen3_moe").eval(), whole))
+        seen["teacher"] = float(sum_over(pair["teacher"].eval(), batch) - loss_sum(build("gpt_oss").eval(), whole))
+    return seen
+
+
+def sum_over(model: nn.Module, batch: Batch) -> Tensor:
+    total = loss_sum(model, batch)
+    dist.all_reduce(total)
+    return total
+
+
+def test_what_attention_is_given(ranks: RankPool) -> None:
+    for seen in ranks.run(look, world=2):
+        assert seen["selective"] == seen["none"], "what was exchanged travels again when it is recomputed"
+        # Forward and recomputation of two layers: heads there and back, and of dispatch, what is not remembered.
+        assert seen["none"] < seen["full"]
+        for kind, length in (("even", 16), ("odd", 14)):
+            assert seen[kind] == (0, 2, {(2, length)}), "nothing that needs a mask, and the fast kernels are not used"
+        for kind in ("padded", "packed"):
+            assert seen[kind] == (2, 0, {(2, 16)})
+        assert abs(seen["student"]) < 1e-4 and abs(seen["teacher"]) < 1e-4
