@@ -5,6 +5,13 @@ model runs on slices; its attention functions exchange heads for tokens and back
 """
 
 from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention
-from lightning_moe_ep.context_parallel.slicing import gather_sequences, shard_sequences
+from lightning_moe_ep.context_parallel.slicing import IGNORED_LABEL, gather_sequences, shard_sequences, shifted
 
-__all__ = ["ContextParallelMode", "gather_sequences", "shard_sequences", "spread_attention"]
+__all__ = [
+    "IGNORED_LABEL",
+    "ContextParallelMode",
+    "gather_sequences",
+    "shard_sequences",
+    "shifted",
+    "spread_attention",
+]
