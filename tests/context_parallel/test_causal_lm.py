@@ -59,8 +59,8 @@ def _everything(cp: int, ep: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     losses = {
         "none": {},
-        "local": {"config": {**CONFIG, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}},
         "global": {"config": {**CONFIG, "router_aux_loss_coef": COEFFICIENT}, "aux_loss": "global"},
+        "local": {"config": {**CONFIG, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}},
     }
     for name, options in losses.items():
         L.seed_everything(7, verbose=False)
