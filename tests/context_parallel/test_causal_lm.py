@@ -1,4 +1,4 @@
-"""`CausalLMModule` on slices of sequences: what it computes, logs and predicts is what one process does with the whole."""
+"""`CausalLMModule` on slices of sequences: it computes, logs and predicts what one process does with the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_moe_ep import CausalLMModule, ExpertLoadMonitor, MoEEPStrategy
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy
 from tests.parity import Probe, trainer, worst
 from tests.pool import RankPool
 from tests.test_causal_lm import CONFIG, Logged, make_batch, pack
@@ -27,7 +27,7 @@ def batch_of(rows: int, length: int, *, unlabelled: int = 0) -> dict[str, Tensor
 
 
 def padded(rows: int, length: int) -> dict[str, Tensor]:
-    """Of each row, the second half of the last row of the first half, or so, is padding."""
+    """The first row begins with padding, the last ends with it."""
     batch = batch_of(rows, length)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, : length // 3] = 0
@@ -37,7 +37,7 @@ def padded(rows: int, length: int) -> dict[str, Tensor]:
 
 
 def micro_batches() -> list[dict[str, Tensor]]:
-    """Of one optimizer step: even and odd lengths, an empty one, packed and padded ones, a slice that is all padding."""
+    """Of one step: even and odd lengths, an empty one, packed and padded ones, a slice that is all padding."""
     return [
         batch_of(2, 8),
         batch_of(1, 7, unlabelled=3),
