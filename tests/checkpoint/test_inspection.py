@@ -49,7 +49,7 @@ def test_a_model_of_transformers(trained: Path, family: str, form: str) -> None:
     text = found.text()
     assert f"{found.parameters:,} float32" in text and "8 in each of 2 layers" in text
     assert text.endswith("Nothing wrong was found.")
-    assert ("saved at    replicate 1, efsdp 1, ep 2, step 1" in text) == (form != "huggingface")
+    assert ("saved at    replicate 1, efsdp 1, ep 2, cp 1, step 1" in text) == (form != "huggingface")
     assert json.loads(json.dumps(found.as_dict()))["parameters"] == found.parameters
 
 
