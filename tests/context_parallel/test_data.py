@@ -80,7 +80,12 @@ class Own(L.LightningModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[int]:
         self._summed(batch)
-        return batch["input_ids"][:, 0].tolist()
+        strategy = self.trainer.strategy
+        ids = strategy.shard_sequences(batch)["input_ids"]
+        assert ids.shape[1] == -(-LENGTH // strategy.cp)
+        whole = strategy.gather_sequences(ids, length=LENGTH)
+        assert torch.equal(whole, batch["input_ids"])
+        return whole[:, 0].tolist()
 
     def _summed(self, batch: dict[str, Any]) -> Tensor:
         self.given.append((batch["input_ids"][:, 0].tolist(), batch.pop("drawn").tolist()))
@@ -125,7 +130,7 @@ def _given() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, data, workers in (
         ("sampler", rows, False),
-        ("workers", lambda trainer: rows(trainer, num_workers=1), True),
+        ("workers", lambda trainer: rows(trainer, num_workers=1, multiprocessing_context="fork"), True),
         ("stream", stream, False),
     ):
         L.seed_everything(7, workers=workers, verbose=False)
