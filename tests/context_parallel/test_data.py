@@ -265,6 +265,7 @@ def test_unlike_batches_are_an_error_on_all_ranks(ranks: RankPool) -> None:
 def test_what_tells_batches_apart() -> None:
     ids = torch.arange(6).view(2, 3)
     batches = [{"input_ids": ids}, BatchEncoding({"input_ids": ids}), [ids.float()], ids.view(3, 2), ids + 1, "text", 3]
+    batches.append(torch.ones(3, dtype=torch.complex64).conj())
     digests = [digest_of([batch], waits=False) for batch in batches]
     assert len(set(digests)) == len(batches) and 0 not in digests
     assert digests[1] == digest_of([BatchEncoding({"input_ids": ids.clone()})], waits=False)
