@@ -24,6 +24,7 @@ from lightning_moe_ep.causal_lm import summed_loss
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
 from lightning_moe_ep.fake_tensors import no_data
+from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart
@@ -81,16 +82,23 @@ class Way:
     device_type: str = "cuda"
     """Where it is to run; other than on "cpu", attention is one kernel that keeps no scores."""
 
+    cp: int = 1
+    """Ranks that hold slices of the same sequences."""
+
 
 @dataclass(frozen=True)
 class CausalLM:
     """The step of `CausalLMModule`, and of transformers' language models: the loss of each next token."""
 
     sequences: int
-    """Of a micro-batch on one rank."""
+    """Of a micro-batch on one rank, or of the cp ranks that hold slices of them."""
 
     tokens: int
     """Of each sequence."""
+
+    def tokens_of(self, layout: Layout) -> int:
+        """Of a rank in a micro-batch."""
+        return self.sequences * -(-self.tokens // layout.cp)
 
     def __call__(self, module: nn.Module) -> Tensor:
         model: Any = module.model if isinstance(module, L.LightningModule) else module

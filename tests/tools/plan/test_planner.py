@@ -133,6 +133,7 @@ def rows(planned_shapes: Any, machine: Machine, peak: dict[int, int]) -> Any:
         shapes,
         list(candidates(shapes, 4)),
         step=planner.Step(tokens=128),
+        tokens_of=lambda layout: 128 // layout.cp,
         look=look,
         machine=machine,
         devices_per_node=2,
