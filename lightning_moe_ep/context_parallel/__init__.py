@@ -5,6 +5,6 @@ model runs on slices; its attention functions exchange heads for tokens and back
 """
 
 from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention
-from lightning_moe_ep.context_parallel.slicing import shard_sequences
+from lightning_moe_ep.context_parallel.slicing import gather_sequences, shard_sequences
 
-__all__ = ["ContextParallelMode", "shard_sequences", "spread_attention"]
+__all__ = ["ContextParallelMode", "gather_sequences", "shard_sequences", "spread_attention"]
