@@ -1,15 +1,32 @@
-"""Attention over whole sequences, on ranks that hold slices of them."""
+"""Attention over whole sequences, on ranks that hold slices of them.
+
+A plain model goes in. Afterwards its attention modules exchange tokens in the functions by which transformers computes
+attention: these are wrapped under the names that they have, once a process, and leave all other modules alone.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Literal
 
 from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
+from lightning_moe_ep.context_parallel.masks import TellsSequences, whole_mask
+from lightning_moe_ep.context_parallel.supported import attention_modules, check_supported
+from lightning_moe_ep.context_parallel.ulysses import Ulysses
 from lightning_moe_ep.mesh import Meshes
 
 ContextParallelMode = Literal["ulysses", "ring"]
 """How attention sees whole sequences: all-to-all of heads for tokens and back, or keys and values passed around."""
+
+_SPREAD = "_spread_attention"
+_EAGER = "eager_attention_forward"
 
 
 def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelMode) -> None:
@@ -27,4 +44,63 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
             cannot serve it here.
         ValueError: cp does not divide a number of heads.
     """
-    raise NotImplementedError("context parallelism is not built yet; use cp=1")
+    if mode == "ring":
+        raise NotImplementedError("cp_mode='ring' is not built yet; use cp_mode='ulysses'")
+    check_supported(model, cp=meshes.layout.cp)
+    group, host_group = meshes.cp_mesh.get_group(), meshes.host_cp_group
+    assert host_group is not None
+    modules = attention_modules(model)
+    names = {module.config: None for module in modules}
+    for module in modules:
+        setattr(module, _SPREAD, Ulysses(group, meshes.layout.cp, meshes.cp_rank))
+        _wrap_eager(module)
+    keep = partial(_wrap_registered, list(names))
+    keep()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and attention_modules(module):
+            TellsSequences(group, host_group, keep).install(module)
+
+
+def _wrap_registered(configs: list[Any]) -> None:
+    """Wrap the attention and mask functions that are registered by the names that these configs have now."""
+    for name in {config._attn_implementation for config in configs}:
+        flash = is_flash_attention_requested(requested_attention_implementation=name)
+        if name != "eager" and not _is_wrapped(function := ALL_ATTENTION_FUNCTIONS[name]):
+            AttentionInterface.register(name, _wrapped_attention(function, flash=flash))
+        if not _is_wrapped(function := ALL_MASK_ATTENTION_FUNCTIONS[name]):
+            AttentionMaskInterface.register(name, _wrapped_mask(function, flash=flash))
+
+
+def _wrap_eager(module: nn.Module) -> None:
+    """Wrap the function that the module's own file has for "eager", which no register names."""
+    for cls in type(module).__mro__:
+        if "forward" in vars(cls):
+            names = inspect.unwrap(cls.forward).__globals__
+            if _EAGER in names and not _is_wrapped(names[_EAGER]):
+                names[_EAGER] = _wrapped_attention(names[_EAGER], flash=False)
+            return
+
+
+def _is_wrapped(function: Callable[..., Any]) -> bool:
+    return hasattr(function, _SPREAD)
+
+
+def _wrapped_attention(function: Callable[..., Any], *, flash: bool) -> Callable[..., Any]:
+    @wraps(function)
+    def attention(module: nn.Module, *args: Any, **options: Any) -> Any:
+        spread = getattr(module, _SPREAD, None)
+        if spread is None:
+            return function(module, *args, **options)
+        return spread(function, module, *args, flash=flash, **options)
+
+    setattr(attention, _SPREAD, True)
+    return attention
+
+
+def _wrapped_mask(function: Callable[..., Any], *, flash: bool) -> Callable[..., Any]:
+    @wraps(function)
+    def mask(**options: Any) -> Any:
+        return whole_mask(function, flash=flash, **options)
+
+    setattr(mask, _SPREAD, True)
+    return mask

@@ -1,0 +1,221 @@
+"""Masks of whole sequences, in a model that is given slices of them.
+
+The model's forward is called with this rank's slice of ids, mask and positions. Before it runs, the cp ranks tell each
+other mask and positions; while it runs, transformers' mask functions make masks of the whole sequences from these. A
+model is always given a mask, so that transformers looks for no packed sequences in a slice's positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    and_masks,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+)
+
+CALL = "call `batch = strategy.shard_sequences(batch)` before the model"
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """What the sequences are of which the running forward has slices."""
+
+    length: int
+    """Tokens of a slice."""
+
+    whole_length: int
+
+    mask: Tensor | None
+    """`[B, S]` bool; None: nothing is padding."""
+
+    causal_mask: Tensor | None
+    """The same where no token sees a later one: None also if all padding is the rounding to a multiple of cp."""
+
+    positions: Tensor | None
+    """`[B, S]`; None: no row has more than one sequence."""
+
+    sequence_ids: Tensor | None
+    """`[B, S]`, alike for the tokens of one sequence; None as above."""
+
+
+_running: ContextVar[WholeSequences | None] = ContextVar("whole_sequences", default=None)
+
+
+@dataclass
+class TellsSequences:
+    """The hooks of a transformers model whose attention is spread."""
+
+    group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    keep_registered: Callable[[], None]
+    """Called before each forward: what transformers' registers name may have been registered anew."""
+
+    _tokens: list[Token[WholeSequences | None] | None] = field(default_factory=list)
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self.after, always_call=True)
+
+    def before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if _running.get() is not None:  # inside another transformers model, which has told
+            self._tokens.append(None)
+            return None
+        self.keep_registered()
+        names = [name for name in signature(model.forward).parameters if name != "kwargs"]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        problem = _problem(given)
+        mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        shape = (-1, -1) if problem is not None else tokens.shape[:2]
+        _agree(problem, shape, self.host_group)
+        assert tokens is not None and positions is not None
+        if mask is None:
+            mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
+        sequences = _whole_sequences(given.get("input_ids"), mask, positions, self.group)
+        given["attention_mask"] = mask
+        given["use_cache"] = False
+        self._tokens.append(_running.set(sequences))
+        return (), given
+
+    def after(self, *_: Any) -> None:
+        if self._tokens and (token := self._tokens.pop()) is not None:
+            _running.reset(token)
+
+
+def _problem(given: dict[str, Any]) -> str | None:
+    """What is wrong with a forward's arguments on this rank."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is None:
+        return "context parallelism needs input_ids or inputs_embeds"
+    shape = tuple(tokens.shape[:2])
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is None:
+        return f"at cp > 1 the model must be told the positions of its slice; {CALL}, which gives position_ids"
+    if positions.ndim not in (2, 3) or tuple(positions.shape[-2:]) != shape:
+        return f"position_ids {list(positions.shape)} are not those of tokens {list(shape)}; {CALL}"
+    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != shape):
+        what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        return f"attention_mask {what} is not one of tokens {list(shape)}; at cp > 1, give the slice's 2-D mask: {CALL}"
+    if given.get("use_cache") or given.get("cache") is not None or given.get("past_key_values") is not None:
+        return "a cache of keys and values (use_cache, generate) holds no slices of sequences; use cp=1 for it"
+    if given.get("output_attentions"):
+        return "output_attentions=True: attention weights are spread over the cp ranks; use cp=1 for them"
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        return f"labels would be shifted within the slice, and its last token have none; {CALL}, which shifts them first"
+    return None
+
+
+def _agree(problem: str | None, shape: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    """Raise on every rank of the group if something is wrong on one; over the host, before what could hang."""
+    mine = torch.tensor([problem is None, *shape], dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    failed = [rank for rank, theirs in zip(ranks, everyone, strict=True) if not theirs[0]]
+    if problem is not None:
+        raise ValueError(problem)
+    if failed:
+        raise ValueError(f"rank(s) {failed}, which hold slices of the same sequences as this one, refused their batch")
+    shapes = [theirs[1:].tolist() for theirs in everyone]
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError(
+            f"ranks {ranks} hold slices of the same sequences, but tokens of {shapes}; give them all the same batch, and"
+            f" {CALL}"
+        )
+
+
+def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group: dist.ProcessGroup) -> WholeSequences:
+    """Gather what the ranks of the group know of their sequences; one wait for the device."""
+    batch, length = mask.shape
+    cp = group.size()
+    marks_packing = positions.ndim == 2  # those of several axes are places in pictures
+    known = [mask.long(), positions.long() if marks_packing else mask.long(), mask.long() if ids is None else ids.long()]
+    mine = torch.stack(known)
+    gathered = mine.new_empty((cp, *mine.shape))
+    dist.all_gather_single(gathered, mine, group=group)
+    whole_mask, whole_positions, _ = gathered.permute(1, 2, 0, 3).reshape(3, batch, cp * length).unbind()
+    whole_mask = whole_mask.bool()
+    if whole_mask.numel() == 0:
+        return WholeSequences(length, cp * length, None, None, None, None)
+    begins = whole_positions.diff(dim=-1) != 1
+    in_order = (whole_mask[:, 1:] <= whole_mask[:, :-1]).all()
+    facts = [
+        marks_packing & begins.any(),
+        whole_mask.all(),
+        in_order & whole_mask[:, : cp * length - cp + 1].all(),
+        (gathered == gathered[:1]).all() & whole_mask.any(),
+    ]
+    packed, unpadded, rounded, alike = torch.stack(facts).tolist()
+    if alike and ids is not None and marks_packing and length > 1:
+        raise ValueError(
+            f"the {cp} ranks that hold slices of the same sequences were given the same tokens at the same positions:"
+            f" whole sequences, not slices; {CALL}"
+        )
+    sequence_ids = find_packed_sequence_indices(whole_positions) if packed else None
+    return WholeSequences(
+        length=length,
+        whole_length=cp * length,
+        mask=None if unpadded else whole_mask,
+        causal_mask=None if unpadded or rounded else whole_mask,
+        positions=whole_positions if packed else None,
+        sequence_ids=sequence_ids,
+    )
+
+
+def whole_mask(make: Callable[..., Any], *, flash: bool, **options: Any) -> Any:
+    """What the mask function `make` makes of whole sequences, in a forward that has slices of them.
+
+    For flash attention, packed sequences are told by their cumulative lengths, `[n + 1]` int32, expanded to
+    `[longest, n + 1]` so that the length of the longest needs no wait for the device in each layer.
+    """
+    sequences = _running.get()
+    if sequences is None:
+        return make(**options)
+    lengths = [options["q_length"], options["kv_length"]]
+    if lengths != [sequences.length] * 2 or options.get("q_offset", 0) or options.get("kv_offset", 0):
+        raise NotImplementedError(f"a mask of {lengths} tokens, where slices have {sequences.length}; use cp=1")
+    function = options["mask_function"]
+    if options.get("use_vmap") or _holds_tensor(function):
+        raise NotImplementedError("a mask that depends on more than places in the sequence knows a slice only; use cp=1")
+    causal = "allow_is_bidirectional_skip" not in options
+    options |= {"q_length": sequences.whole_length, "kv_length": sequences.whole_length}
+    options["attention_mask"] = sequences.causal_mask if causal else sequences.mask
+    if causal and sequences.positions is not None and sequences.sequence_ids is not None:
+        if flash:
+            return _cumulative_lengths(sequences)
+        options["mask_function"] = and_masks(
+            remap_positions_for_packed_sequence(function, sequences.positions),
+            packed_sequence_mask_function(sequences.sequence_ids),
+        )
+        options["allow_is_causal_skip"] = False
+    return make(**options)
+
+
+def _holds_tensor(function: Callable[..., Any]) -> bool:
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = [each for one in held for each in (one if isinstance(one, tuple) else (one,))]
+    return any(isinstance(one, Tensor) or (hasattr(one, "__closure__") and _holds_tensor(one)) for one in held)
+
+
+def _cumulative_lengths(sequences: WholeSequences) -> Tensor:
+    assert sequences.sequence_ids is not None
+    ids, mask = sequences.sequence_ids, sequences.causal_mask
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids.diff(dim=-1) != 0
+    if mask is not None:  # what is padding is a sequence of its own
+        begins[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([ids.numel()])]).int()
+    return ends.expand(int(ends.diff().max()), -1)
