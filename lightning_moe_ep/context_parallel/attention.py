@@ -50,11 +50,11 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
     group, host_group = meshes.cp_mesh.get_group(), meshes.host_cp_group
     assert host_group is not None
     modules = attention_modules(model)
-    names = {module.config: None for module in modules}
+    configs = {id(module.config): module.config for module in modules}
     for module in modules:
         setattr(module, _SPREAD, Ulysses(group, meshes.layout.cp, meshes.cp_rank))
         _wrap_eager(module)
-    keep = partial(_wrap_registered, list(names))
+    keep = partial(_wrap_registered, list(configs.values()))
     keep()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and attention_modules(module):

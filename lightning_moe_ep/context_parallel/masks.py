@@ -143,8 +143,9 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
     marks_packing = positions.ndim == 2  # those of several axes are places in pictures
     known = [mask.long(), positions.long() if marks_packing else mask.long(), mask.long() if ids is None else ids.long()]
     mine = torch.stack(known)
-    gathered = mine.new_empty((cp, *mine.shape))
+    gathered = mine.new_empty((cp * len(mine), batch, length))
     dist.all_gather_single(gathered, mine, group=group)
+    gathered = gathered.unflatten(0, (cp, len(mine)))
     whole_mask, whole_positions, _ = gathered.permute(1, 2, 0, 3).reshape(3, batch, cp * length).unbind()
     whole_mask = whole_mask.bool()
     if whole_mask.numel() == 0:
