@@ -23,6 +23,7 @@ from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.planning.sequences import Attention
 from lightning_moe_ep.planning.shapes import ModelShapes
 from lightning_moe_ep.planning.wire import Routing
+from lightning_moe_ep.trees import map_tensors
 
 MAX_LENGTH = 512
 """Tokens in the sequence that is run; attention's part grows with its square, and is scaled from there."""
@@ -126,7 +127,7 @@ def _run(
     def block_ends(name: str, *_: Any) -> None:
         after_block[name] = kept
 
-    with _as_before(whole), _attending(seen):
+    with _as_before(whole), _as_computed(whole, shapes), _attending(seen):
         for found in find_experts(whole):
             found.adapter.install(partial(stand_in, found.name), alone=False)
         hooks = [
@@ -154,14 +155,13 @@ def _run(
 def _attention(name: str, shapes: ModelShapes, query: Tensor, key: Tensor, value: Tensor) -> Attention:
     numbers = [number for number, p in enumerate(shapes.parameters) if p.name.startswith(f"{name}.")]
     until = max(numbers, default=-1) + 1
-    computed = next((unit.gathered for unit in shapes.units if unit.role != "fp32"), None)
     return Attention(
         name=name,
         heads=query.shape[1],
         kv_heads=key.shape[1],
         width=query.shape[3],
         value_width=value.shape[3],
-        nbytes=(computed or query.dtype).itemsize,
+        nbytes=query.element_size(),
         is_trained=any(p.trained for p in shapes.parameters[:until]),
     )
 
@@ -198,6 +198,32 @@ class _NoExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
+
+
+@contextmanager
+def _as_computed(model: nn.Module, shapes: ModelShapes) -> Iterator[None]:
+    """Inside, weights have the dtypes in which FSDP2 gathers them, and what goes into its modules in fp32 is cast."""
+    gathered = {unit.name: unit.gathered for unit in shapes.units}
+    kept = [(model.get_parameter(p.name), gathered.get(p.unit or "")) for p in shapes.parameters]
+    before = [(parameter, parameter.data) for parameter, dtype in kept if dtype is not None]
+    for parameter, dtype in kept:
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+    cast = partial(map_tensors, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+    hooks = [
+        model.get_submodule(unit.name).register_forward_pre_hook(
+            lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True
+        )
+        for unit in shapes.units
+        if unit.role == "fp32"
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in before:
+            parameter.data = data
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def test_all_to_all_to_the_byte_given_the_routing(ranks: RankPool, case: Case) -
         Case(kind="qwen3_moe", world=2, strategy={**GATHERED, "activation_checkpointing": "selective"}),
         Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.gate|layers.0|embed"),
         Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.experts"),
-        Case(kind="mixtral", world=2, ep=1, precision="bf16-mixed", strategy={"fp32_modules": ["mlp.gate"]}),
+        Case(kind="mixtral", world=2, precision="bf16-mixed", strategy={**GATHERED, "fp32_modules": ["mlp.gate"]}),
     ],
 )
 def test_all_gather_recomputed_frozen_in_fp32(ranks: RankPool, case: Case) -> None:
