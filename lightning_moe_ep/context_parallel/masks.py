@@ -113,7 +113,9 @@ def _problem(given: dict[str, Any]) -> str | None:
     if given.get("output_attentions"):
         return "output_attentions=True: attention weights are spread over the cp ranks; use cp=1 for them"
     if given.get("labels") is not None and given.get("shift_labels") is None:
-        return f"labels would be shifted within the slice, and its last token have none; {CALL}, which shifts them first"
+        return (
+            f"labels would be shifted within the slice, and its last token have none; {CALL}, which shifts them first"
+        )
     return None
 
 
@@ -141,7 +143,11 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
     batch, length = mask.shape
     cp = group.size()
     marks_packing = positions.ndim == 2  # those of several axes are places in pictures
-    known = [mask.long(), positions.long() if marks_packing else mask.long(), mask.long() if ids is None else ids.long()]
+    known = [
+        mask.long(),
+        positions.long() if marks_packing else mask.long(),
+        mask.long() if ids is None else ids.long(),
+    ]
     mine = torch.stack(known)
     gathered = mine.new_empty((cp * len(mine), batch, length))
     dist.all_gather_single(gathered, mine, group=group)
@@ -189,7 +195,9 @@ def whole_mask(make: Callable[..., Any], *, flash: bool, **options: Any) -> Any:
         raise NotImplementedError(f"a mask of {lengths} tokens, where slices have {sequences.length}; use cp=1")
     function = options["mask_function"]
     if options.get("use_vmap") or _holds_tensor(function):
-        raise NotImplementedError("a mask that depends on more than places in the sequence knows a slice only; use cp=1")
+        raise NotImplementedError(
+            "a mask that depends on more than places in the sequence knows a slice only; use cp=1"
+        )
     causal = "allow_is_bidirectional_skip" not in options
     options |= {"q_length": sequences.whole_length, "kv_length": sequences.whole_length}
     options["attention_mask"] = sequences.causal_mask if causal else sequences.mask

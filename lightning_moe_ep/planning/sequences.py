@@ -35,6 +35,7 @@ class Attention:
     is_trained: bool = True
     """Whether anything at or before it is, so that backward comes to it."""
 
+
 def exchanges(attention: Attention, num_tokens: int, *, cp: int, recomputed: bool) -> Iterator[Message]:
     """What an attention sends in one forward and backward.
 

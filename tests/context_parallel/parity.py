@@ -116,7 +116,9 @@ class CPCase:
     def steps(self) -> list[list[Batch]]:
         """`[step][cp group]`, whole."""
         groups = self.world // self.cp
-        return [[batch_of(kind, 100 * step + group) for group in range(groups)] for step, kind in enumerate(self.batches)]
+        return [
+            [batch_of(kind, 100 * step + group) for group in range(groups)] for step, kind in enumerate(self.batches)
+        ]
 
 
 class CPModule(L.LightningModule):

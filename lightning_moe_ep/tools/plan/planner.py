@@ -63,8 +63,8 @@ def plan(
         micro_batches: accumulated before the optimizer steps.
         strategy: the arguments of `MoEEPStrategy`; its layout is looked at beside all others, and options that no
             layout changes hold for all.
-        cp: the sizes that are looked at; None: 1, that of the strategy, and, if nothing fits, each larger one that the
-            world and the model admit, until something does.
+        cp: the sizes that are looked at, a single one in place of the strategy's; None: 1, that of the strategy, and,
+            if nothing fits, each larger one that the world and the model admit, until something does.
         device_type: where the run computes; a CPU's attention keeps more than a GPU's.
         machine: what is known of it; without figures there is no time, without its memory everything fits.
         confirm: whether the layout that is recommended is built, which must come to the same bytes.
@@ -87,6 +87,8 @@ def plan(
             raise ValueError(f"{name} is {value}, but must be at least 1")
     machine = machine or Machine()
     options = dict(strategy or {})
+    if cp is not None and len({*cp}) == 1:
+        options["cp"] = cp[0]
     own_cp = options.get("cp", 1)
     check_options(
         **{name: options.get(name, "auto") for name in ("dispatcher", "computation", "combine_dtype")},
@@ -128,12 +130,15 @@ def plan(
 
     cps, left_out = refusals.out_of(cp or (1, own_cp))
     rows, told = rows_at(cps)
-    larger = [size for size in divisors_of(world) if size > max(cps) and refusals.of(size) is None] if cp is None else []
+    larger = (
+        [size for size in divisors_of(world) if size > max(cps) and refusals.of(size) is None] if cp is None else []
+    )
     while larger and rows[0].too_large is not None:
         more, told = rows_at([larger.pop(0)])
         rows = sorted([*rows, *more], key=order)
     yours, impossible = _given(shapes, options, world)
-    impossible = impossible or refusals.of(own_cp)
+    if (refusal := refusals.of(own_cp)) is not None:
+        yours, impossible = None, refusal
     best = rows[0] if rows[0].too_large is None else None
     if best is not None and confirm:
         _confirm(best, build, precision, options)
@@ -160,7 +165,7 @@ def plan(
                 look.assumed,
                 _unknown_note(yours),
                 _host_note(shapes, options),
-                *left_out,
+                *(told for size, told in left_out.items() if size != own_cp),
                 _sequences_note(best, own_cp),
                 _unreduced_note(step, any_fits=best is not None),
             )
@@ -241,18 +246,18 @@ class _Refusals:
             return str(error)
         return None
 
-    def out_of(self, cps: Iterable[int]) -> tuple[list[int], list[str]]:
+    def out_of(self, cps: Iterable[int]) -> tuple[list[int], dict[int, str]]:
         """Those of them that can be, and why others cannot.
 
         Raises:
             ValueError: none can.
         """
-        told = {cp: self.of(cp) for cp in sorted({*cps})}
-        possible = [cp for cp, refusal in told.items() if refusal is None]
-        left_out = [f"cp={cp} is left out: {refusal}" for cp, refusal in told.items() if refusal is not None]
+        asked = sorted({*cps})
+        refused = {cp: refusal for cp in asked if (refusal := self.of(cp)) is not None}
+        possible = [cp for cp in asked if cp not in refused]
         if not possible:
-            raise ValueError("; ".join(left_out))
-        return possible, left_out
+            raise ValueError("; ".join(refused.values()))
+        return possible, refused
 
 
 def _sequences_note(best: Row | None, own: int) -> str | None:
@@ -261,8 +266,8 @@ def _sequences_note(best: Row | None, own: int) -> str | None:
         return None
     cp, world = best.candidate.layout.cp, best.candidate.layout.world
     return (
-        f"at cp={cp} a micro-batch of the world is {world // cp} times the sequences of one group, at cp={own}"
-        f" {world // own} times: accumulate {cp / own:g} times as many micro-batches for as many sequences a step"
+        f"at cp={cp} a step has the sequences of {world // cp} groups of ranks, at cp={own} of {world // own}: accumulate"
+        f" {cp / own:g} times as many micro-batches for as many"
     )
 
 
