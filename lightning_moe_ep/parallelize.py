@@ -27,7 +27,7 @@ from lightning_moe_ep.activation_checkpointing import (
     wrap_forwards,
 )
 from lightning_moe_ep.checkpoint import load_pretrained
-from lightning_moe_ep.context_parallel import ContextParallelMode, spread_attention
+from lightning_moe_ep.context_parallel import ContextParallelMode, spread_attention, spread_over
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
     Computation,
@@ -212,8 +212,14 @@ def check_parallelized(model: nn.Module, layout: Layout, policy: MixedPrecisionP
     """Check that a model that is parallel already is so as a strategy would have it.
 
     Raises:
-        ValueError: its experts are spread over another ep, or were given another precision.
+        ValueError: its experts are spread over another ep, or were given another precision, or its attention is spread
+            over another cp.
     """
+    if (cp := spread_over(model)) != layout.cp:
+        raise ValueError(
+            f"the model is parallel already, with attention for cp={cp}, but this strategy has cp={layout.cp}; use the"
+            " same cp, or build the model anew and load a checkpoint"
+        )
     for _, spread in spread_experts(model):
         if spread.ep != layout.ep:
             raise ValueError(

@@ -61,6 +61,11 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
             TellsSequences(group, host_group, keep).install(module)
 
 
+def spread_over(model: nn.Module) -> int:
+    """The cp for which the attention of `model` is spread; 1 if it is not."""
+    return max((getattr(module, _SPREAD).size for module in model.modules() if hasattr(module, _SPREAD)), default=1)
+
+
 def _wrap_registered(configs: list[Any]) -> None:
     """Wrap the attention and mask functions that are registered by the names that these configs have now."""
     for name in {config._attn_implementation for config in configs}:
