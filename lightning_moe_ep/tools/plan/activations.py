@@ -206,7 +206,7 @@ def _trace(
         wrap_forwards(kept, activation_checkpointing=way.activation_checkpointing, compiles=False)
         _cast(units, kept, policy)
         with kernels(fused_attention=way.device_type != "cpu"), unpadded():
-            events = _watch(model, units.roots, kept, names, partial(step, cp=way.cp))
+            events = _watch(model, units.roots, kept, names, lambda model: step(model, way.cp))
     return Trace(events=tuple(events), copies={alike[0]: alike for alike in copies})
 
 

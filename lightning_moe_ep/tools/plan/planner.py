@@ -266,8 +266,8 @@ def _sequences_note(best: Row | None, own: int) -> str | None:
         return None
     cp, world = best.candidate.layout.cp, best.candidate.layout.world
     return (
-        f"at cp={cp} a step has the sequences of {world // cp} groups of ranks, at cp={own} of {world // own}: accumulate"
-        f" {cp / own:g} times as many micro-batches for as many"
+        f"at cp={cp} a step has the sequences of {world // cp} groups of ranks, at cp={own} of {world // own}:"
+        f" accumulate {cp / own:g} times as many micro-batches for as many"
     )
 
 
