@@ -17,7 +17,6 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -108,14 +107,9 @@ class CausalLM:
     def __call__(self, module: nn.Module, cp: int) -> Tensor:
         model: Any = module.model if isinstance(module, L.LightningModule) else module
         ids = torch.zeros(self.sequences, self.tokens, dtype=torch.int64)
-        if cp == 1:
-            output = model(input_ids=ids, use_cache=False)
-            total, _ = summed_loss(output.logits, ids)
-        else:
-            batch = shard_sequences({"input_ids": ids, "labels": ids}, rank=0, size=cp)
-            targets = batch.pop("shift_labels").flatten()
-            output = model(**batch, use_cache=False)
-            total = F.cross_entropy(output.logits.flatten(0, 1).float(), targets, reduction="sum")
+        batch = {"input_ids": ids} if cp == 1 else shard_sequences({"input_ids": ids}, rank=0, size=cp)
+        output = model(**batch, use_cache=False)
+        total, _ = summed_loss(output.logits, batch["input_ids"])
         aux_loss = getattr(output, "aux_loss", None)
         return total if aux_loss is None else total + aux_loss
 

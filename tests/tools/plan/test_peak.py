@@ -73,6 +73,7 @@ CP_MORE = {
     "cp 2, exchanged once": Run(
         model=WIDE, cp=2, length=256, strategy={**LONG, "activation_checkpointing": "selective"}
     ),
+    "cp 2, masks of windows": Run(kind="mixtral", model={"sliding_window": 32}, cp=2, length=1024, sequences=1),
     "cp 2, deepseek_v3": Run(kind="deepseek_v3", cp=2, length=256, precision="bf16-true", strategy=LONG),
 }
 
