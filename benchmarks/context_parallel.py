@@ -29,6 +29,7 @@ from lightning_moe_ep.experts import expert_parameters
 from lightning_moe_ep.gradients import scale_gradients
 
 VOCABULARY = 512
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def config(length: int) -> Qwen3MoeConfig:
@@ -133,7 +134,7 @@ def main() -> None:
     a = parser.parse_args()
     cases = []
     for length in a.lengths:
-        cases.append(on_ranks(measure, a.ranks, [1, *a.cp], length, a.rounds, a.device))
+        cases.append(on_ranks(measure, a.ranks, [1, *a.cp], length, a.rounds, a.device, backend=BACKENDS[a.device]))
         print(cases[-1], flush=True)
     report(cases)
 

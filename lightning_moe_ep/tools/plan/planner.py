@@ -64,7 +64,8 @@ def plan(
         strategy: the arguments of `MoEEPStrategy`; its layout is looked at beside all others, and options that no
             layout changes hold for all.
         cp: the sizes that are looked at, a single one in place of the strategy's; None: 1, that of the strategy, and,
-            if nothing fits, each larger one that the world and the model admit, until something does.
+            if nothing fits and there is one sequence, each larger one that the world and the model admit, until
+            something does.
         device_type: where the run computes; a CPU's attention keeps more than a GPU's.
         machine: what is known of it; without figures there is no time, without its memory everything fits.
         confirm: whether the layout that is recommended is built, which must come to the same bytes.
@@ -130,9 +131,8 @@ def plan(
 
     cps, left_out = refusals.out_of(cp or (1, own_cp))
     rows, told = rows_at(cps)
-    larger = (
-        [size for size in divisors_of(world) if size > max(cps) and refusals.of(size) is None] if cp is None else []
-    )
+    searched = divisors_of(world) if cp is None and sequences == 1 else []
+    larger = [size for size in searched if size > max(cps) and refusals.of(size) is None]
     while larger and rows[0].too_large is not None:
         more, told = rows_at([larger.pop(0)])
         rows = sorted([*rows, *more], key=order)

@@ -181,7 +181,7 @@ class Plan:
     def _recommendation(self) -> Iterable[str]:
         if self.best is None:
             yield (
-                "Nothing fits: use more ranks, fewer tokens a rank, a smaller optimizer state (bf16-true), or"
+                "Nothing fits: use more ranks, fewer tokens a rank, a larger cp, a smaller optimizer state (bf16-true), or"
                 " cpu_offload=True"
             )
             return
