@@ -181,8 +181,8 @@ class Plan:
     def _recommendation(self) -> Iterable[str]:
         if self.best is None:
             yield (
-                "Nothing fits: use more ranks, fewer tokens a rank, a larger cp, a smaller optimizer state (bf16-true), or"
-                " cpu_offload=True"
+                "Nothing fits: use more ranks, fewer tokens a rank, a larger cp, a smaller optimizer state (bf16-true),"
+                " or cpu_offload=True"
             )
             return
         built = "; built at this world's size, it has these bytes" if self.confirmed else ""
