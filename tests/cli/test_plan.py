@@ -90,6 +90,15 @@ def test_what_is_asked(typed: Typed, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").exists()
 
 
+def test_the_environment_is_read_as_by_fit(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_FIT__CONFIG", str(QUICKSTART))
+    monkeypatch.setenv("PL_FIT__TRAINER__PRECISION", "bf16-true")
+    status, _, told = typed("--world", 8, best=Fits())
+    asked = typed.asked  # type: ignore[attr-defined]
+    assert (status, asked["length"], asked["precision"]) == (0, 256, "bf16-true")
+    assert "args parameter" not in told
+
+
 def test_exit_status(typed: Typed) -> None:
     world = (*CONFIG, "--world", 8)
     assert typed(*world, best=Fits(), yours=Fits())[0] == 0
