@@ -17,8 +17,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from lightning_moe_ep.context_parallel.masks import TellsSequences, whole_mask
-from lightning_moe_ep.context_parallel.supported import attention_modules, check_supported
+from lightning_moe_ep.context_parallel.masks import TellsSequences, tell_last_position, whole_mask
+from lightning_moe_ep.context_parallel.ring import Ring
+from lightning_moe_ep.context_parallel.supported import (
+    attention_modules,
+    check_supported,
+    rope_grows,
+    rotary_modules,
+)
 from lightning_moe_ep.context_parallel.ulysses import Ulysses
 from lightning_moe_ep.mesh import Meshes
 
@@ -44,21 +50,26 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
             cannot serve it here.
         ValueError: cp does not divide a number of heads.
     """
-    if mode == "ring":
-        raise NotImplementedError("cp_mode='ring' is not built yet; use cp_mode='ulysses'")
-    check_supported(model, cp=meshes.layout.cp)
+    cp = meshes.layout.cp
+    check_supported(model, cp=cp, mode=mode, device_type=meshes.dense.device_type)
     group, host_group = meshes.cp_mesh.get_group(), meshes.host_cp_group
     assert host_group is not None
     modules = attention_modules(model)
     configs = {id(module.config): module.config for module in modules}
+    spread = Ring(group, cp) if mode == "ring" else Ulysses(group, cp, meshes.cp_rank)
     for module in modules:
-        setattr(module, _SPREAD, Ulysses(group, meshes.layout.cp, meshes.cp_rank))
+        setattr(module, _SPREAD, spread)
         _wrap_eager(module)
     keep = partial(_wrap_registered, list(configs.values()))
     keep()
+    growing: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and attention_modules(module):
-            TellsSequences(group, host_group, keep).install(module)
+            TellsSequences(group, host_group, keep, masks=mode != "ring").install(module)
+            if rope_grows(module):
+                growing.update({id(rotary): rotary for rotary in rotary_modules(module)})
+    for rotary in growing.values():
+        tell_last_position(rotary)
 
 
 def spread_over(model: nn.Module) -> int:

@@ -47,6 +47,13 @@ class WholeSequences:
     sequence_ids: Tensor | None
     """`[B, S]`, alike for the tokens of one sequence; None as above."""
 
+    last: Tensor | None
+    """The largest position; None: not known."""
+
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+"""Whether a mask function may leave a mask out."""
 
 _running: ContextVar[WholeSequences | None] = ContextVar("whole_sequences", default=None)
 
@@ -59,6 +66,8 @@ class TellsSequences:
     host_group: dist.ProcessGroup
     keep_registered: Callable[[], None]
     """Called before each forward: what transformers' registers name may have been registered anew."""
+    masks: bool
+    """Whether attention can have a mask."""
 
     _tokens: list[Token[WholeSequences | None] | None] = field(default_factory=list)
 
@@ -73,9 +82,9 @@ class TellsSequences:
             self._tokens.append(None)
             return None
         self.keep_registered()
-        names = [name for name in signature(model.forward).parameters if name != "kwargs"]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        problem = _problem(given)
+        parameters = signature(model.forward).parameters
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        problem = _problem(model, given)
         mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         shape = (-1, -1) if problem is not None else tokens.shape[:2]
@@ -84,8 +93,14 @@ class TellsSequences:
         if mask is None:
             mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         sequences = _whole_sequences(given.get("input_ids"), mask, positions, self.group)
+        if not self.masks and (sequences.causal_mask is not None or sequences.positions is not None):
+            raise NotImplementedError(
+                f"cp_mode='ring' knows one whole sequence a row, but these have"
+                f" {'padding' if sequences.positions is None else 'several in a row'}; use cp_mode='ulysses'"
+            )
         given["attention_mask"] = mask
-        given["use_cache"] = False
+        if "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            given["use_cache"] = False
         self._tokens.append(_running.set(sequences))
         return (), given
 
@@ -94,7 +109,7 @@ class TellsSequences:
             _running.reset(token)
 
 
-def _problem(given: dict[str, Any]) -> str | None:
+def _problem(model: nn.Module, given: dict[str, Any]) -> str | None:
     """What is wrong with a forward's arguments on this rank."""
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None:
@@ -110,8 +125,10 @@ def _problem(given: dict[str, Any]) -> str | None:
         return f"attention_mask {what} is not one of tokens {list(shape)}; at cp > 1, give the slice's 2-D mask: {CALL}"
     if given.get("use_cache") or given.get("cache") is not None or given.get("past_key_values") is not None:
         return "a cache of keys and values (use_cache, generate) holds no slices of sequences; use cp=1 for it"
-    if given.get("output_attentions"):
+    if given.get("output_attentions", getattr(model.config, "output_attentions", False)):
         return "output_attentions=True: attention weights are spread over the cp ranks; use cp=1 for them"
+    if lengths := [name for name in _LENGTHS if given.get(name) is not None]:
+        return f"{', '.join(lengths)}: at cp > 1, packed sequences are told by position_ids that begin anew, and {CALL}"
     if given.get("labels") is not None and given.get("shift_labels") is None:
         return (
             f"labels would be shifted within the slice, and its last token have none; {CALL}, which shifts them first"
@@ -155,13 +172,14 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
     whole_mask, whole_positions, _ = gathered.permute(1, 2, 0, 3).reshape(3, batch, cp * length).unbind()
     whole_mask = whole_mask.bool()
     if whole_mask.numel() == 0:
-        return WholeSequences(length, cp * length, None, None, None, None)
+        return WholeSequences(length, cp * length, None, None, None, None, None)
+    not_rounding = torch.arange(cp * length, device=mask.device) < cp * length - cp + 1
     begins = whole_positions.diff(dim=-1) != 1
     in_order = (whole_mask[:, 1:] <= whole_mask[:, :-1]).all()
     facts = [
         marks_packing & begins.any(),
         whole_mask.all(),
-        in_order & whole_mask[:, : cp * length - cp + 1].all(),
+        in_order & (whole_mask | ~not_rounding).all(),
         (gathered == gathered[:1]).all() & whole_mask.any(),
     ]
     packed, unpadded, rounded, alike = torch.stack(facts).tolist()
@@ -178,6 +196,7 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
         causal_mask=None if unpadded or rounded else whole_mask,
         positions=whole_positions if packed else None,
         sequence_ids=sequence_ids,
+        last=whole_positions.where(whole_mask | not_rounding, 0).max() if marks_packing else None,
     )
 
 
@@ -201,15 +220,41 @@ def whole_mask(make: Callable[..., Any], *, flash: bool, **options: Any) -> Any:
     causal = "allow_is_bidirectional_skip" not in options
     options |= {"q_length": sequences.whole_length, "kv_length": sequences.whole_length}
     options["attention_mask"] = sequences.causal_mask if causal else sequences.mask
-    if causal and sequences.positions is not None and sequences.sequence_ids is not None:
+    # transformers tells packed sequences apart in causal masks only, and some families not even in these.
+    if sequences.positions is not None and sequences.sequence_ids is not None:
         if flash:
             return _cumulative_lengths(sequences)
         options["mask_function"] = and_masks(
             remap_positions_for_packed_sequence(function, sequences.positions),
             packed_sequence_mask_function(sequences.sequence_ids),
         )
-        options["allow_is_causal_skip"] = False
+        options |= {name: False for name in _SKIPS if name in options}
     return make(**options)
+
+
+def tell_last_position(rotary: nn.Module) -> None:
+    """Have rotary embeddings, whose frequencies depend on the largest position, know that of the whole sequences."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sequences = _running.get()
+        if sequences is None:
+            return None
+        if sequences.last is None:
+            raise NotImplementedError("rotary embeddings that depend on length know no positions of several axes")
+        given = {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
+        positions = given["position_ids"]
+        last = sequences.last.to(positions.dtype).expand(*positions.shape[:-1], 1)
+        return (), {**given, "position_ids": torch.cat([positions, last], dim=-1)}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if _running.get() is None:
+            return None
+        if isinstance(output, Tensor):
+            return output[..., :-1, :]
+        return tuple(each[..., :-1, :] for each in output)
+
+    rotary.register_forward_pre_hook(before, with_kwargs=True)
+    rotary.register_forward_hook(after)
 
 
 def _holds_tensor(function: Callable[..., Any]) -> bool:

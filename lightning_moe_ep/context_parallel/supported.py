@@ -1,62 +1,223 @@
-"""What context parallelism can spread, told before anything is changed."""
+"""What context parallelism can spread, told before anything is changed.
+
+Tokens may meet in attention that goes through transformers' interface, and nowhere else; what a module does besides is
+told from its class. What is not known to leave tokens apart is refused.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterator
 from inspect import signature
+from types import CodeType, FunctionType
 
 from torch import nn
+from torch.nn.modules import activation, dropout, normalization
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.context_parallel.ulysses import calls_attention_interface
 from lightning_moe_ep.layout import divisors_of
 
-_ALONG_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+_TOKEN_BY_TOKEN = (
+    *(
+        nn.Linear,
+        nn.Embedding,
+        nn.Identity,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.Sequential,
+        nn.ParameterList,
+        nn.ParameterDict,
+    ),
+    *(getattr(dropout, name) for name in dropout.__all__),
+    *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+    *(normalization.LayerNorm, normalization.RMSNorm),
+)
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+_MEET = {
+    "conv1d",
+    "conv2d",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "roll",
+    "unfold",
+    "scaled_dot_product_attention",
+    "stft",
+}
+_MEET_BY_NAME = re.compile(r"Attn|Attention|Conv|Mamba|SSM|Recurr|Delta|R[wW][kK][vV]|Mixer|Indexer|Compressor|Shift")
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_OUTPUT = ("o_proj", "out_proj", "dense", "wo")
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that compute attention through transformers' interface."""
-    return [module for module in model.modules() if calls_attention_interface(type(module))]
+    return [module for module in model.modules() if _calls_attention_interface(type(module))]
 
 
-def check_supported(model: nn.Module, *, cp: int) -> None:
-    """Check that tokens meet in the model's attention and nowhere else.
+def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_type: str = "cpu") -> None:
+    """Check that tokens meet in the model's attention and nowhere else, and that its heads can be scattered.
+
+    Args:
+        model: plain.
+        cp: over how many ranks.
+        mode: by ring attention heads need not be scattered, but little else is served.
+        device_type: where the model will be.
 
     Raises:
-        NotImplementedError: they do, or it cannot be told.
+        NotImplementedError: tokens meet elsewhere, or it cannot be told, or `mode` cannot serve the model there.
         ValueError: `cp` does not divide a number of heads.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    within = {id(module) for each in models for module in attention_modules(each)}
-    if not within or any(id(module) not in within for module in attention_modules(model)):
+    within = {id(module) for each in models for module in each.modules()}
+    attentions = attention_modules(model)
+    if not attentions or any(id(module) not in within for module in attentions):
         raise NotImplementedError(
             f"cp={cp}: {type(model).__name__} is no model of transformers whose attention goes through its attention"
             " interface (ALL_ATTENTION_FUNCTIONS), which is where cp ranks exchange tokens; derive it from"
             " PreTrainedModel and use the interface, or use cp=1"
         )
     for each in models:
-        _check_model(each, cp)
-    for name, module in model.named_modules():
-        if isinstance(module, _ALONG_TOKENS):
-            raise NotImplementedError(
-                f"cp={cp}: in {name} ({type(module).__name__}) tokens meet outside of attention; use cp=1"
-            )
-    for module in attention_modules(model):
-        heads = module.config.num_attention_heads
-        if heads % cp:
-            raise ValueError(
-                f"cp={cp} does not divide the {heads} attention heads of {type(module).__name__}; use one of"
-                f" {divisors_of(heads)}"
-            )
-
-
-def _check_model(model: PreTrainedModel, cp: int) -> None:
-    if not attention_modules(model):
+        if attention_modules(each) and (problem := _problem_of_model(each)):
+            raise NotImplementedError(f"cp={cp}: {each.config.model_type} {problem}; use cp=1")
+    kinds = {type(module): name for name, module in reversed(list(model.named_modules()))}
+    for cls, name in kinds.items():
+        if problem := _problem_of_class(cls, model.get_submodule(name)):
+            raise NotImplementedError(f"cp={cp}: {name} ({cls.__name__}) {problem}; use cp=1")
+    if mode == "ring":
+        problem = next(filter(None, (_problem_of_ring(module, device_type) for module in attentions)), None)
+        if problem:
+            raise NotImplementedError(f"cp_mode='ring' {problem}; use cp_mode='ulysses'")
         return
-    kind = model.config.model_type
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    for module in attentions:
+        if (heads := heads_of(module)) % cp:
+            raise ValueError(
+                f"cp={cp} does not divide the {heads} attention heads of {type(module).__name__}, which are scattered"
+                f" over the cp ranks; use one of {divisors_of(heads)}"
+            )
+
+
+def heads_of(module: nn.Module) -> int:
+    """Query heads of an attention module; layers of one model may have different numbers."""
+    width = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
+    for name in _OUTPUT:
+        output = getattr(module, name, None)
+        if width and hasattr(output, "in_features") and output.in_features % width == 0:
+            return int(output.in_features // width)
+    return int(getattr(module, "num_heads", None) or module.config.num_attention_heads)
+
+
+def rope_grows(model: PreTrainedModel) -> bool:
+    """Whether frequencies of rotary embeddings depend on the largest position that there is."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    of_kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in of_kinds)
+
+
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """What makes rotary embeddings from positions."""
+    return [
+        module
+        for module in model.modules()
+        if "Rotary" in type(module).__name__ and "position_ids" in signature(module.forward).parameters
+    ]
+
+
+def _problem_of_model(model: PreTrainedModel) -> str | None:
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
-        raise NotImplementedError(f"cp={cp}: {kind} has layers of {sorted(kinds)}, which know a slice only; use cp=1")
+        return f"has layers of {', '.join(sorted(kinds))}, through which tokens meet outside of its attention"
     if getattr(model.config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"cp={cp}: {kind} has an encoder and a decoder; use cp=1")
-    if "position_ids" not in signature(model.forward).parameters:
-        raise NotImplementedError(f"cp={cp}: {kind} takes no position_ids, and counts from 0 in each slice; use cp=1")
+        return "has an encoder and a decoder, of which only one would have slices"
+    if missing := {"position_ids", "attention_mask"} - signature(model.forward).parameters.keys():
+        return f"takes no {' and no '.join(sorted(missing))}, and would take its slice for the whole"
+    if model.config.get_text_config() is not model.config:
+        return "takes more than text, and what an image becomes would lie in several slices"
+    if rope_grows(model) and not rotary_modules(model):
+        return "has rotary embeddings that depend on the length of the sequences, in no module of their own"
+    return None
+
+
+def _problem_of_class(cls: type[nn.Module], module: nn.Module) -> str | None:
+    if cls.__module__.startswith("torch."):
+        return None if issubclass(cls, _TOKEN_BY_TOKEN) else "is not known to leave tokens apart"
+    if issubclass(cls, PreTrainedModel) or not isinstance(module, nn.Module):
+        return None
+    names = {name for code in _codes(cls, helpers=True) for name in code.co_names}
+    if meet := sorted(names & (_MEET - {"cumsum"} if _calls_attention_interface(cls) else _MEET)):
+        return f"uses {', '.join(meet)}, through which tokens may meet"
+    if _calls_attention_interface(cls):
+        if "position_bias" in {name for code in _codes(cls) for name in _keywords(code)}:
+            return "adds a bias to each pair of positions, of which a rank would know its slice's"
+        return None
+    if "softmax" in names and names & _PRODUCTS:
+        return "multiplies matrices and takes a softmax, as attention of its own would"
+    if _MEET_BY_NAME.search(cls.__name__) and not attention_modules(module):
+        return "is named as if tokens met in it, but does not go through transformers' attention interface"
+    return None
+
+
+def _problem_of_ring(module: nn.Module, device_type: str) -> str | None:
+    config, name = module.config, type(module).__name__
+    width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    if device_type not in ("cpu", "cuda"):
+        return f"is served by torch on CUDA and on the CPU, not on {device_type}"
+    if config._attn_implementation != "sdpa":
+        return f"is torch's own attention, 'sdpa', but {name} has attn_implementation={config._attn_implementation!r}"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"has no sliding windows, but those of {name} are {config.sliding_window}"
+    if getattr(module, "v_head_dim", width) != width:
+        return f"needs values as wide as keys, but those of {name} are {module.v_head_dim} and {width}"
+    if not getattr(module, "is_causal", True):
+        return f"is causal, but {name} is not"
+    if getattr(module, "attention_dropout", 0.0):
+        return f"has no dropout, but {name} has attention_dropout={module.attention_dropout}"
+    if device_type == "cuda" and (width is None or width % 8 or width > 256):
+        return f"needs heads of a multiple of 8, at most 256, but those of {name} are {width} wide"
+    return None
+
+
+def _calls_attention_interface(cls: type[nn.Module]) -> bool:
+    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in _codes(cls))
+
+
+def _codes(cls: type[nn.Module], *, helpers: bool = False) -> Iterator[CodeType]:
+    """The code of a module's class, without what all modules and all transformers models have.
+
+    With `helpers`, also that of the functions of the same file that it calls.
+    """
+    waiting = [
+        inspect.unwrap(member)
+        for base in cls.__mro__
+        if not _is_common(base.__module__)
+        for member in vars(base).values()
+        if inspect.isfunction(member)
+    ]
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        yield function.__code__
+        if helpers:
+            called = (function.__globals__.get(name) for name in function.__code__.co_names)
+            waiting += [
+                inspect.unwrap(each)
+                for each in called
+                if isinstance(each, FunctionType) and each.__module__ == function.__module__
+            ]
+
+
+def _is_common(module: str) -> bool:
+    library = module.split(".")[0]
+    return library in ("builtins", "torch") or (
+        library == "transformers" and not module.startswith("transformers.models.")
+    )
+
+
+def _keywords(code: CodeType) -> Iterator[str]:
+    """Names by which arguments are passed on."""
+    for constant in code.co_consts:
+        if isinstance(constant, tuple):
+            yield from (each for each in constant if isinstance(each, str))

@@ -6,7 +6,6 @@ some of the heads over whole sequences, `[B, heads / cp, S, D]`; what comes out 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,9 +105,8 @@ class Ulysses:
     def _scatter_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each `[B, h, s, d]` to `[B, h / cp, cp * s, d]`; in one exchange where they can be put together."""
         batch, _, length, width = tensors[0].shape
-        if any((t.shape[-1], t.dtype) != (width, tensors[0].dtype) for t in tensors):
-            if len(tensors) > 1:
-                return [self._scatter_heads([tensor])[0] for tensor in tensors]
+        if any((tensor.shape[-1], tensor.dtype) != (width, tensors[0].dtype) for tensor in tensors):
+            return [self._scatter_heads([tensor])[0] for tensor in tensors]
         heads = [tensor.shape[1] // self.size for tensor in tensors]
         parts = [t.unflatten(1, (self.size, h)).transpose(0, 1) for t, h in zip(tensors, heads, strict=True)]
         received = self._exchange(torch.cat(parts, dim=2))  # [cp, B, heads, s, d], by the rank whose tokens they are
@@ -145,20 +143,3 @@ class _SomeHeads:
 
     def __getattr__(self, name: str) -> Any:
         return self._seen[name] if name in self._seen else getattr(self._module, name)
-
-
-def calls_attention_interface(cls: type[nn.Module]) -> bool:
-    """Whether modules of this class leave attention to a function that transformers' register names."""
-    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes_of(cls))
-
-
-def codes_of(cls: type[nn.Module]) -> list[Any]:
-    """The code of the methods of a module's class, without those of `nn.Module`."""
-    functions = [
-        inspect.unwrap(member)
-        for base in cls.__mro__
-        if base not in (nn.Module, object)
-        for member in vars(base).values()
-        if inspect.isfunction(member)
-    ]
-    return [function.__code__ for function in functions]

@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 Batch = dict[str, Tensor]
 
 
-def build(kind: str, *, attention: str = "sdpa", **options: Any) -> nn.Module:
+def build(kind: str, *, attention: str = "sdpa", lora: bool = False, **options: Any) -> nn.Module:
     """The same weights at each call."""
     config = AutoConfig.for_model(
         kind,
@@ -73,6 +73,10 @@ def build(kind: str, *, attention: str = "sdpa", **options: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"]))
     fill(model)
     return model
 
@@ -184,9 +188,9 @@ def unpacked(batch: Batch) -> list[Batch]:
     ]
 
 
-def check(ranks: RankPool, case: CPCase) -> None:
+def check(ranks: RankPool, case: CPCase, timeout: float = 60) -> None:
     """Gradients to 1e-5 of each parameter's largest, norms to 1e-6."""
-    results = ranks.run(train, case, world=case.world)
+    results = ranks.run(train, case, world=case.world, timeout=timeout)
     gradients, norms = results[0]
     right = reference(case)
     assert len(gradients) == len(right) == len(case.batches)

@@ -64,10 +64,10 @@ def compare(
     gradients = {n: gather(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in model.named_parameters()}
     if dist.get_rank() > 0:
         return []
-    return _differences(to_plain(model, gradients), right) + _unequal(state, dict(plain.state_dict()))
+    return differences(to_plain(model, gradients), right) + _unequal(state, dict(plain.state_dict()))
 
 
-def _differences(ours: dict[str, Any], right: dict[str, Tensor]) -> list[str]:
+def differences(ours: dict[str, Any], right: dict[str, Tensor]) -> list[str]:
     if ours.keys() != right.keys():
         return [f"the parameters {sorted(ours.keys() ^ right.keys())} are not in both"]
     largest = max(float(gradient.abs().max()) for gradient in right.values())

@@ -336,7 +336,7 @@ def tiny_batch(family: str, seed: int, tokens: int = 128) -> dict[str, Tensor]:
 
 def loss_of(family: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A scalar that depends on every output of the model."""
-    return weigh(_tensors(model(**batch)))
+    return weigh(tensors_of(model(**batch)))
 
 
 def weigh(outputs: list[Tensor]) -> Tensor:
@@ -349,11 +349,11 @@ def weigh(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def tensors_of(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, Tensor):
         return [outputs] if outputs.requires_grad else []
     if isinstance(outputs, dict):
         outputs = list(outputs.values())
     if isinstance(outputs, (list, tuple)):
-        return [tensor for output in outputs for tensor in _tensors(output)]
+        return [tensor for output in outputs for tensor in tensors_of(output)]
     return []
