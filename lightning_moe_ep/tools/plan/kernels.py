@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ def unpadded() -> Iterator[None]:
 
     def whole_sequences(ids: Any, mask: Tensor, positions: Tensor, group: dist.ProcessGroup) -> masks.WholeSequences:
         length = mask.shape[1]
-        return masks.WholeSequences(length, group.size() * length, None, None, None, None)
+        whole = group.size() * length
+        known = {"length": length, "whole_length": whole, "last": positions.new_full((), whole - 1)}
+        return masks.WholeSequences(**{**dict.fromkeys(field.name for field in fields(masks.WholeSequences)), **known})
 
     masks._agree, masks._whole_sequences = lambda *_: None, whole_sequences
     try:
