@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_moe_ep import checkpoint as checkpoints
@@ -30,7 +30,7 @@ from lightning_moe_ep.activation_checkpointing import (
     check_activation_checkpointing,
 )
 from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
-from lightning_moe_ep.context_parallel import ContextParallelMode, shard_sequences
+from lightning_moe_ep.context_parallel import ContextParallelMode, gather_sequences, shard_sequences
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
 from lightning_moe_ep.experts import Computation, ep_size, lone_expert_parameters
@@ -206,11 +206,19 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         parallelize(model, self.meshes, mp_policy=policy, roots=roots, **self.parallelize_options)
 
     def shard_sequences(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's slice of a batch of whole sequences, for a module's own `training_step`; see `shard_sequences`.
+        """This rank's slice of a batch of whole sequences, for a module's own steps; see `context_parallel.slicing`.
 
         At cp=1 it has the whole sequences in the same form, so a module needs no second way.
         """
         return shard_sequences(batch, rank=self.meshes.cp_rank, size=self.cp)
+
+    def gather_sequences(self, sliced: Tensor, *, length: int) -> Tensor:
+        """Whole sequences `[B, length, ...]` from what each rank made of its slice, without gradients, on all of them.
+
+        For a `predict_step`, of whose outputs those of the first rank of a cp group are kept.
+        """
+        group = None if self.cp == 1 else self.meshes.cp_mesh.get_group()
+        return gather_sequences(sliced, length=length, group=group)
 
     @property
     def materializes_meta(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from transformers import BatchEncoding
 
 from lightning_moe_ep import MoEEPStrategy, TextDataModule, split_by_rank
 from lightning_moe_ep.data.alike import digest_of, unlike
-from tests.contract import contract
+from tests.contract import REPOSITORY, contract
 from tests.models import build
 from tests.parity import Probe, trainer, worst
 from tests.pool import RankPool
@@ -51,12 +52,21 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return iter(Rows()[index] for index in range(ROWS))
 
 
-class Own(L.LightningModule):
-    """A module of a user's own, as docs/long_sequences.md has it; keeps what it is given."""
+def of_the_page() -> type[L.LightningModule]:
+    """The module that docs/long_sequences.md shows."""
+    (code,) = re.findall(r"```python\n(import .*?)```", (REPOSITORY / "docs" / "long_sequences.md").read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["MyModule"]
 
-    def __init__(self, data: Callable[[L.Trainer], Any]) -> None:
+
+class Own(of_the_page()):  # type: ignore[misc]
+    """Keeps what it is given."""
+
+    def __init__(self, data: Callable[[L.Trainer], Any], *, by_transformers: bool = False) -> None:
         super().__init__()
         self.data = data
+        self.by_transformers = by_transformers
         self.given: list[tuple[list[int], list[float]]] = []
         self.items: list[int] = []
 
@@ -68,25 +78,35 @@ class Own(L.LightningModule):
 
     val_dataloader = predict_dataloader = train_dataloader
 
-    def count_tokens(self, batch: dict[str, Tensor]) -> int:
-        return int((batch["labels"][:, 1:] != -100).sum())
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        self.items.append(batch["num_items_in_batch"])
-        return self._summed(batch) * self.trainer.world_size / batch["num_items_in_batch"]
+        self._see(batch)
+        items = batch["num_items_in_batch"]
+        self.items.append(items)
+        if not self.by_transformers:
+            return super().training_step(batch, batch_idx)
+        batch = self.trainer.strategy.shard_sequences(batch)
+        factor = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        return self.model(**batch, labels=batch["shift_labels"]).loss * factor
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.log("val", self._summed(batch), sync_dist=True, reduce_fx="sum")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[int]:
         self._summed(batch)
-        return batch["input_ids"][:, 0].tolist()
+        strategy = self.trainer.strategy
+        ids = strategy.shard_sequences(batch)["input_ids"]
+        assert ids.shape[1] == -(-LENGTH // strategy.cp)
+        whole = strategy.gather_sequences(ids, length=LENGTH)
+        assert torch.equal(whole, batch["input_ids"])
+        return whole[:, 0].tolist()
+
+    def _see(self, batch: dict[str, Any]) -> None:
+        self.given.append((batch["input_ids"][:, 0].tolist(), batch.pop("drawn").tolist()))
 
     def _summed(self, batch: dict[str, Any]) -> Tensor:
-        self.given.append((batch["input_ids"][:, 0].tolist(), batch.pop("drawn").tolist()))
+        self._see(batch)
         batch = self.trainer.strategy.shard_sequences(batch)
         targets = batch.pop("shift_labels")
-        batch = {key: value for key, value in batch.items() if not key.startswith("num_")}
         return F.cross_entropy(self.model(**batch).logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -125,7 +145,7 @@ def _given() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, data, workers in (
         ("sampler", rows, False),
-        ("workers", lambda trainer: rows(trainer, num_workers=1), True),
+        ("workers", lambda trainer: rows(trainer, num_workers=1, multiprocessing_context="fork"), True),
         ("stream", stream, False),
     ):
         L.seed_everything(7, workers=workers, verbose=False)
@@ -245,18 +265,19 @@ def test_what_tells_batches_apart() -> None:
     assert unlike(SimpleNamespace(rank=1, cp=1), [ids]) == []
 
 
-def _own(cp: int) -> tuple[dict[str, Tensor], float, float]:
+def _own(cp: int, by_transformers: bool) -> tuple[dict[str, Tensor], float, float]:
     L.seed_everything(7, verbose=False)
     probe = Probe()
-    options = {"batch_size": ROWS * cp // dist.get_world_size()}
-    fitted = fitting(cp, callbacks=[probe])
-    fitted.fit(Own(lambda trainer: rows(trainer, **options)))
+    options = {"batch_size": ROWS * cp // dist.get_world_size() // 2}
+    fitted = fitting(cp, callbacks=[probe], accumulate_grad_batches=2)
+    fitted.fit(Own(lambda trainer: rows(trainer, **options), by_transformers=by_transformers))
     return probe.gradients[0], probe.norms[0], float(fitted.callback_metrics["val"])
 
 
-def test_a_module_of_ones_own(ranks: RankPool) -> None:
-    ((gradients, norm, val),) = ranks.run(_own, 1, world=1)
-    for mine, my_norm, my_val in ranks.run(_own, 2, world=2):
+@pytest.mark.parametrize("by_transformers", [False, True])
+def test_a_module_of_ones_own(ranks: RankPool, by_transformers: bool) -> None:
+    ((gradients, norm, val),) = ranks.run(_own, 1, False, world=1)
+    for mine, my_norm, my_val in ranks.run(_own, 2, by_transformers, world=2):
         error, name = worst(mine, gradients)
         assert error < 1e-5, f"the gradient of {name} is off by {error:.1e}"
         assert my_norm == pytest.approx(norm, rel=1e-6) and my_val == pytest.approx(val, rel=1e-6)
