@@ -91,7 +91,7 @@ def _wrap_eager(module: nn.Module) -> None:
     """Wrap the function that the module's own file has for "eager", which no register names."""
     for cls in type(module).__mro__:
         if "forward" in vars(cls):
-            names = inspect.unwrap(cls.forward).__globals__
+            names = inspect.unwrap(vars(cls)["forward"]).__globals__
             if _EAGER in names and not _is_wrapped(names[_EAGER]):
                 names[_EAGER] = _wrapped_attention(names[_EAGER], flash=False)
             return

@@ -86,8 +86,8 @@ class TellsSequences:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         problem = _problem(model, given)
         mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        shape = (-1, -1) if problem is not None else tokens.shape[:2]
+        tokens = _tokens(given)
+        shape = (-1, -1) if problem is not None or tokens is None else tokens.shape[:2]
         _agree(problem, shape, self.host_group)
         assert tokens is not None and positions is not None
         if mask is None:
@@ -109,9 +109,13 @@ class TellsSequences:
             _running.reset(token)
 
 
+def _tokens(given: dict[str, Any]) -> Tensor | None:
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
 def _problem(model: nn.Module, given: dict[str, Any]) -> str | None:
     """What is wrong with a forward's arguments on this rank."""
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    tokens = _tokens(given)
     if tokens is None:
         return "context parallelism needs input_ids or inputs_embeds"
     shape = tuple(tokens.shape[:2])
@@ -150,8 +154,8 @@ def _agree(problem: str | None, shape: tuple[int, ...], group: dist.ProcessGroup
     shapes = [theirs[1:].tolist() for theirs in everyone]
     if any(other != shapes[0] for other in shapes):
         raise ValueError(
-            f"ranks {ranks} hold slices of the same sequences, but tokens of {shapes}; give them all the same batch, and"
-            f" {CALL}"
+            f"ranks {ranks} hold slices of the same sequences, but of {shapes} tokens; give them all the same batch,"
+            f" and {CALL}"
         )
 
 

@@ -58,9 +58,9 @@ class Ring:
         unlike = query.shape[2:] != key.shape[2:] or key.shape != value.shape
         if attention_mask is not None or dropout or not causal or odd or unlike:
             raise NotImplementedError(
-                f"cp_mode='ring' has causal attention alone, but {type(module).__name__} asks for more (dropout {dropout},"
-                f" {'a' if attention_mask is not None else 'no'} mask, causal {causal}, {odd}, queries, keys and values"
-                f" of {shapes}); use cp_mode='ulysses'"
+                f"cp_mode='ring' has causal attention alone, but {type(module).__name__} asks for more (dropout"
+                f" {dropout}, {'a' if attention_mask is not None else 'no'} mask, causal {causal}, {odd}, queries, keys"
+                f" and values of {shapes}); use cp_mode='ulysses'"
             )
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

@@ -101,9 +101,9 @@ def heads_of(module: nn.Module) -> int:
     """Query heads of an attention module; layers of one model may have different numbers."""
     width = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     for name in _OUTPUT:
-        output = getattr(module, name, None)
-        if width and hasattr(output, "in_features") and output.in_features % width == 0:
-            return int(output.in_features // width)
+        inner = getattr(getattr(module, name, None), "in_features", 0)
+        if width and inner and inner % width == 0:
+            return int(inner // width)
     return int(getattr(module, "num_heads", None) or module.config.num_attention_heads)
 
 

@@ -1,7 +1,7 @@
 """Ulysses: heads are scattered over the cp ranks and tokens gathered, before attention, and back after it.
 
-Queries, keys and values of this rank's slice go in, `[B, heads, S / cp, D]`; the attention function of transformers sees
-some of the heads over whole sequences, `[B, heads / cp, S, D]`; what comes out is its output for the slice again.
+Queries, keys and values of this rank's slice go in, `[B, heads, S / cp, D]`; the attention function of transformers
+sees some of the heads over whole sequences, `[B, heads / cp, S, D]`; what comes out is its output for the slice again.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Ulysses:
         whole = slice_length * self.size
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[-1] != whole:
             raise RuntimeError(
-                f"{type(module).__name__} was given a mask of {attention_mask.shape[-1]} tokens instead of {whole}; call"
-                " the transformers model that holds it, which makes masks of whole sequences"
+                f"{type(module).__name__} was given a mask of {attention_mask.shape[-1]} tokens instead of {whole};"
+                " call the transformers model that holds it, which makes masks of whole sequences"
             )
         options.pop("position_ids", None)  # of the slice; those of packed sequences come by the mask
         if flash and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:

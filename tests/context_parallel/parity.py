@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.context_parallel import shard_sequences
+from tests.context_parallel import flash
 from tests.families.tiny import fill
 from tests.oracle import norm_of
 from tests.parity import Probe, trainer, worst
@@ -23,6 +24,7 @@ from tests.pool import RankPool
 
 VOCABULARY = 96
 WINDOW = 5
+FLASH = "flash_attention_2"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "head_dim": 16, "norm_topk_prob": True},
     "mixtral": {"intermediate_size": 32, "num_local_experts": 4, "sliding_window": WINDOW},
@@ -69,10 +71,13 @@ def build(kind: str, *, attention: str = "sdpa", lora: bool = False, **options: 
             **options,
         },
     )
-    attention = "eager" if kind == "gpt_oss" else attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        given = "eager" if kind == "gpt_oss" else "sdpa" if attention == FLASH else attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=given)
+    if attention == FLASH:
+        flash.install()
+        model.config._attn_implementation = FLASH
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -162,7 +167,8 @@ def train(case: CPCase) -> tuple[list[dict[str, Tensor]], list[float]]:
 
 def reference(case: CPCase) -> list[dict[str, Tensor]]:
     """The gradients of each step in one process, on whole sequences."""
-    model = build(case.model, **case.options).train()
+    options = {**case.options, "attention": "sdpa"}
+    model = build(case.model, **options).train()
     gradients = []
     for step in case.steps():
         model.zero_grad()

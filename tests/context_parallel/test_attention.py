@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.context_parallel.parity import MODELS, CPCase, check
+from tests.context_parallel.parity import FLASH, MODELS, CPCase, check
 from tests.pool import RankPool
 
 
@@ -44,6 +44,8 @@ VARIANTS = [
     ),
     CPCase("deepseek_v3", batches=("padded", "packed"), options={"attention": "eager"}),
     CPCase("qwen3_moe", batches=("padded", "packed"), options={"lora": True}),
+    CPCase("gpt_oss", batches=("padded", "left", "packed", "odd"), options={"attention": FLASH}),
+    CPCase("mixtral", batches=("padded", "packed"), options={"attention": FLASH}),
 ]
 
 
