@@ -24,7 +24,7 @@ ROWS = ROW.findall(PAGE)
 
 
 def test_the_table_is_there() -> None:
-    assert len(ROWS) >= 6 and {row[0] for row in ROWS} == {*COMMANDS}
+    assert len(ROWS) >= 8 and {row[0] for row in ROWS} == {*COMMANDS}
     worlds, lengths = ([int(row[place].replace(",", "")) for row in ROWS] for place in (1, 2))
     assert max(worlds) >= 512 > 8 >= min(worlds) and max(lengths) >= 2**20 > 4096 >= min(lengths)
 
@@ -36,7 +36,7 @@ def test_a_row(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("row", ROWS[1:])
+@pytest.mark.parametrize("row", ROWS[2::3])
 def test_other_rows(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     check(row, capsys, monkeypatch)
 
@@ -54,6 +54,10 @@ def check(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch:
     (told,) = json.loads(capsys.readouterr().out)["layouts"]
     assert told["too_large"] is None
     assert f"{told['memory']['peak'] / 2**30:.1f}" == peak
+    memory = told["memory"]
+    kept = (memory["parameters"] + memory["gradients"] + memory["optimizer"]) / 2**30
+    if (letter, int(world) // candidate.layout.replicate) in (("A", 8), ("B", 64), ("C", 256)):
+        assert re.search(rf"\b{kept:.1f}\b", PAGE.split("| model |")[0])
     assert (f"{told['seconds']['fastest']:.3g}", f"{told['seconds']['slowest']:.3g}") == (fastest, slowest)
 
 

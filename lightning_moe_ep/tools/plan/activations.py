@@ -149,8 +149,8 @@ def traces(
 ) -> list[Trace]:
     """The same, in a process that has no other use, as rank 0 of a fake process group."""
     groups = {ep: dist.new_group(list(range(ep))) for ep in sorted({way.ep for way in ways})}
-    world = dist.get_world_size()
-    meshes = {cp: build_meshes(Layout.for_world(world, ep=1, cp=cp), "cpu") for cp in sorted({way.cp for way in ways})}
+    layouts = [Layout.for_world(dist.get_world_size(), ep=1, cp=cp) for cp in sorted({way.cp for way in ways} - {1})]
+    meshes = {layout.cp: build_meshes(layout, "cpu") for layout in layouts}
     plugin = FSDP2Precision(precision)
     plugin.fp32_modules = fp32_modules
     model = build()
@@ -163,7 +163,7 @@ def traces(
     copies = [tuple(names[like] for like in alike) for alike in kept.values()]
     # What is left is small, and each way has its own.
     return [
-        _trace(copy.deepcopy(model), copies, step, way, groups[way.ep], meshes[way.cp], plugin.policy, fp32_modules)
+        _trace(copy.deepcopy(model), copies, step, way, groups[way.ep], meshes.get(way.cp), plugin.policy, fp32_modules)
         for way in ways
     ]
 
@@ -181,7 +181,7 @@ def _trace(
     step: Step,
     way: Way,
     group: dist.ProcessGroup,
-    meshes: Meshes,
+    meshes: Meshes | None,
     policy: MixedPrecisionPolicy,
     fp32_modules: Sequence[str],
 ) -> Trace:
@@ -191,7 +191,7 @@ def _trace(
     names = {block: alike[0] for block, alike in zip(kept, copies, strict=True)}
     counts = {found: found.num_experts for found in experts}
     _as_computed(model, units, experts, way.ep, policy)
-    if way.cp > 1:
+    if meshes is not None:
         spread_attention(model, meshes, mode="ulysses")
     with no_data():
         without_data(model)

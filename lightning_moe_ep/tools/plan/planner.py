@@ -134,7 +134,11 @@ def plan(
     searched = divisors_of(world) if cp is None and sequences == 1 else []
     larger = [size for size in searched if size > max(cps) and refusals.of(size) is None]
     while larger and rows[0].too_large is not None:
-        more, told = rows_at([larger.pop(0)])
+        size = larger.pop(0)
+        more, untold = rows_at([size])
+        if untold != told:  # without activations it would seem to fit
+            left_out[size] = untold or ""
+            break
         rows = sorted([*rows, *more], key=order)
     yours, impossible = _given(shapes, options, world)
     if (refusal := refusals.of(own_cp)) is not None:
@@ -165,7 +169,7 @@ def plan(
                 look.assumed,
                 _unknown_note(yours),
                 _host_note(shapes, options),
-                *(told for size, told in left_out.items() if size != own_cp),
+                *(f"cp={size} is left out: {why}" for size, why in left_out.items() if size != own_cp),
                 _sequences_note(best, own_cp),
                 _unreduced_note(step, any_fits=best is not None),
             )
