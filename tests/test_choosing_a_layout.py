@@ -29,19 +29,9 @@ def test_the_table_is_there() -> None:
     assert max(worlds) >= 512 > 8 >= min(worlds) and max(lengths) >= 2**20 > 4096 >= min(lengths)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("row", ROWS[:1])
-def test_a_row(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(row, capsys, monkeypatch)
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize("row", ROWS[2::3])
-def test_other_rows(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(row, capsys, monkeypatch)
-
-
-def check(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", [ROWS[0], *ROWS[2::3]])
+def test_rows(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The row's layout alone, as `plan` has it among all others."""
     letter, world, length, sizes, peak, fastest, slowest = row
     length = length.replace(",", "")

@@ -98,30 +98,28 @@ def test_all_gather_and_fsdp_to_the_byte(ranks: RankPool, case: Case) -> None:
 FEW_KEYS = {"num_attention_heads": 4, "num_key_value_heads": 1}
 
 
-@pytest.mark.parametrize(
-    "case",
-    mostly_more(
-        [
-            Case(
-                kind="qwen3_moe",
-                world=2,
-                tokens=((24, 24),),
-                precision="bf16-mixed",
-                model=FEW_KEYS,
-                strategy={**GATHERED, "cp": 2, "activation_checkpointing": "full"},
-            ),
-            Case(kind="qwen3_moe", world=4, tokens=((24,),), strategy={**GATHERED, "cp": 4}),
-            Case(kind="mixtral", world=4, model=FEW_KEYS, strategy={**GATHERED, "cp": 2}, frozen="layers.0|embed"),
-            Case(
-                kind="qwen3_moe",
-                world=2,
-                ep=1,
-                strategy={"cp": 2, "activation_checkpointing": "selective"},
-                frozen="layers.0.mlp.experts",
-            ),
-        ]
+IN_SLICES = [
+    Case(
+        kind="qwen3_moe",
+        world=2,
+        tokens=((24, 24),),
+        precision="bf16-mixed",
+        model=FEW_KEYS,
+        strategy={**GATHERED, "cp": 2, "activation_checkpointing": "full"},
     ),
-)
+    Case(kind="qwen3_moe", world=4, tokens=((24,),), strategy={**GATHERED, "cp": 4}),
+    Case(kind="mixtral", world=4, model=FEW_KEYS, strategy={**GATHERED, "cp": 2}, frozen="layers.0|embed"),
+    Case(
+        kind="qwen3_moe",
+        world=2,
+        ep=1,
+        strategy={"cp": 2, "activation_checkpointing": "selective"},
+        frozen="layers.0.mlp.experts",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", mostly_more(IN_SLICES, IN_SLICES[0]))
 def test_what_attentions_exchange_to_the_byte(ranks: RankPool, case: Case) -> None:
     expected = predicted(plan(case, *shapes_and_look(case)).messages)
     for sent, _, _ in ranks.run(counted, case, SlicedModule, world=case.world):

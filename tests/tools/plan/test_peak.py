@@ -77,6 +77,8 @@ CP_MORE = {
     "cp 2, deepseek_v3": Run(kind="deepseek_v3", cp=2, length=256, precision="bf16-true", strategy=LONG),
 }
 
+CP_4 = {"cp 4": Run(model=WIDE, world=4, cp=4, length=256, strategy=LONG)}
+
 LARGE = {"hidden_size": 128, "num_experts": 16, "moe_intermediate_size": 64}
 
 ON_4 = {
@@ -89,7 +91,6 @@ ON_4 = {
         precision="bf16-true",
         strategy={"dispatcher": "all_gather"},
     ),
-    "cp 4": Run(model=WIDE, world=4, cp=4, length=256, strategy=LONG),
     "padded": Run(kind="own", model={"num_experts": 6}, world=4, sequences=8, strategy={"dispatcher": "all_to_all"}),
 }
 
@@ -133,7 +134,12 @@ def test_peaks_at_cp(ranks: RankPool) -> None:
 @pytest.mark.more
 def test_more_peaks_are_those_of_runs(ranks: RankPool) -> None:
     check(ranks, MORE)
+
+
+@pytest.mark.sweep
+def test_more_peaks_at_cp(ranks: RankPool) -> None:
     check(ranks, CP_MORE, within=0.05)
+    check(ranks, CP_4, world=4, within=0.05)
 
 
 @pytest.mark.more
