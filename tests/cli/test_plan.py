@@ -84,6 +84,9 @@ def test_what_is_asked(typed: Typed, tmp_path: Path) -> None:
     assert typed(*CONFIG, "--world", 8, *figures, best=Fits())[1] == "everything\n"
     machine = typed.asked["machine"]  # type: ignore[attr-defined]
     assert (machine.flops, machine.intra, machine.inter, machine.memory) == (1e14, 2e11, 2e10, None)
+    assert typed.asked["cp"] is None  # type: ignore[attr-defined]
+    assert typed(*CONFIG, "--cp", 1, 4, "--world", 8, best=Fits())[0] == 0
+    assert typed.asked["cp"] == [1, 4]  # type: ignore[attr-defined]
     assert (tmp_path / "a.png").exists()
 
 

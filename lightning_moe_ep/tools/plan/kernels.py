@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lightning_moe_ep.context_parallel import masks
 
 
 @contextmanager
@@ -34,6 +38,24 @@ def kernels(*, fused_attention: bool) -> Iterator[None]:
         yield
     finally:
         F.grouped_mm, F.scaled_dot_product_attention = grouped, attention
+
+
+@contextmanager
+def unpadded() -> Iterator[None]:
+    """Have slices of sequences be of whole ones without padding, one a row: what ranks tell each other is not there."""
+    agree, whole = masks._agree, masks._whole_sequences
+
+    def whole_sequences(ids: Any, mask: Tensor, positions: Tensor, group: dist.ProcessGroup) -> masks.WholeSequences:
+        length = mask.shape[1]
+        whole = group.size() * length
+        known = {"length": length, "whole_length": whole, "last": positions.new_full((), whole - 1)}
+        return masks.WholeSequences(**{**dict.fromkeys(field.name for field in fields(masks.WholeSequences)), **known})
+
+    masks._agree, masks._whole_sequences = lambda *_: None, whole_sequences
+    try:
+        yield
+    finally:
+        masks._agree, masks._whole_sequences = agree, whole
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
