@@ -129,7 +129,7 @@ def parallelize(
 
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
-        spread = _spread(found, meshes, policy, offloaded=cpu_offload)
+        spread = _spread(found, meshes, policy, offloaded=cpu_offload, compiled=compile_blocks)
         compute = partial(found.adapter.compute, computation=computation)
         dispatch: Callable[..., Tensor] = partial(dispatch_here, experts=compute, num_experts=found.num_experts)
         if meshes.host_ep_group is not None:
@@ -144,7 +144,7 @@ def parallelize(
             dispatch = partial(make_dispatcher(group), experts=compute)
         # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
         as_it_is = computation in ("auto", "native") or not found.adapter.by_compute_experts
-        dispatch = torch.compiler.disable(spread.telling(dispatch))
+        dispatch = torch.compiler.disable(spread.routing(found.adapter.completed(dispatch)))
         found.adapter.install(dispatch, alone=meshes.host_ep_group is None and as_it_is)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
@@ -237,7 +237,9 @@ def _prefetch(blocks: Sequence[nn.Module]) -> None:
         block.set_modules_to_forward_prefetch([following])
 
 
-def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool) -> SpreadExperts:
+def _spread(
+    found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool, compiled: bool
+) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     parameters = {name: found.module.get_parameter(name) for name in found.adapter.parameters}
     by_fsdp = offloaded or not stay_whole((p.dtype for p in parameters.values()), meshes.layout, policy)
@@ -261,6 +263,8 @@ def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, 
         first=first,
         mp_policy=policy,
         by_fsdp=by_fsdp,
+        host_group=meshes.host_group,
+        compiled=compiled,
     )
     mark_spread(found.module, spread)
     return spread

@@ -10,6 +10,7 @@ from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
 from lightning_moe_ep.experts.plain import converted_experts, plain_class, to_plain
 from lightning_moe_ep.experts.quantized import check_not_quantized
+from lightning_moe_ep.experts.replay import ReplayedWeights, Routing, record_routing, replay_routing
 from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import (
     SpreadExperts,
@@ -34,6 +35,8 @@ __all__ = [
     "LoraExperts",
     "MoELayer",
     "NoExpertsError",
+    "ReplayedWeights",
+    "Routing",
     "SharedExpert",
     "SpreadExperts",
     "TopKRouter",
@@ -55,7 +58,9 @@ __all__ = [
     "mark_spread",
     "modules_called",
     "plain_class",
+    "record_routing",
     "register_experts",
+    "replay_routing",
     "spread_experts",
     "spread_of",
     "to_plain",
