@@ -33,6 +33,7 @@ from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretrained_config
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.kernels import has_fused_loss, labels_for_sum
 from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.other_lightning import name_the_import
 
@@ -198,8 +199,13 @@ class CausalLMModule(L.LightningModule):
         empty = not len(batch["input_ids"])
         batch = _never_empty(batch)
         is_global = self.hparams.aux_loss == "global"
-        output = self(batch, **({"output_router_logits": True} if is_global else {}))
-        total, tokens = summed_loss(output.logits, batch["labels"])
+        assert self.model is not None
+        fused = labels_for_sum(batch["labels"]) if has_fused_loss(self.model) else {}
+        output = self(batch, **({"output_router_logits": True} if is_global else {}), **fused)
+        if fused:
+            total, tokens = output.loss, (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+        else:
+            total, tokens = summed_loss(output.logits, batch["labels"])
         accumulated = self.trainer.accumulate_grad_batches
         if "num_items_in_batch" in batch:
             # Averaging over the world, and Lightning's division by the window, cancel these factors.

@@ -44,6 +44,7 @@ from lightning_moe_ep.experts import (
 )
 from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.kernels import apply_kernels, computation_for
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
@@ -66,6 +67,7 @@ def parallelize(
     cpu_offload: bool = False,
     fp32_modules: Sequence[str] = (),
     cp_mode: ContextParallelMode = "ulysses",
+    kernels: Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
@@ -91,6 +93,7 @@ def parallelize(
         fp32_modules: names of modules, or ends of their paths, that are gathered and computed in fp32, whatever the
             mixed precision of the rest; they must be called. What they return is fp32.
         cp_mode: at cp > 1, how attention sees whole sequences; see `ContextParallelMode`.
+        kernels: names of attention and experts implementations of transformers, "liger" and "fla"; see `MoEEPStrategy`.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
@@ -103,9 +106,11 @@ def parallelize(
             meet elsewhere than in an attention that goes through transformers' attention interface.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
-            of these names, or it holds experts.
+            of these names, or it holds experts; or the model or the device cannot have a kernel.
+        ImportError: what a kernel takes is not installed.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
+    computation = computation_for(kernels, computation)
     check_activation_checkpointing(activation_checkpointing)
     check_not_quantized(model)
     experts = find_experts(model)
@@ -117,6 +122,7 @@ def parallelize(
                 f"computation={computation!r} is not known to the experts of {found.name}"
                 f" ({type(found.module).__name__}); use one of {sorted(found.adapter.computations)}"
             )
+    apply_kernels(model, kernels, device_type=meshes.dense.device_type)
     meshes.layout.check_experts({found.name: found.num_experts for found in experts})
     if meshes.layout.cp > 1:
         spread_attention(model, meshes, mode=cp_mode)
