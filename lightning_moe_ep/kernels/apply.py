@@ -27,7 +27,7 @@ def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -
     kernels = check_kernels(names)
     if not kernels:
         return
-    tops = _outermost(model)
+    tops = outermost_models(model)
     if not tops:
         raise ValueError(
             f"kernels={list(names)} are put into models of transformers, but {type(model).__name__} holds none; choose"
@@ -43,7 +43,7 @@ def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -
     rank_zero_info(f"Kernels: {', '.join(told)}")
 
 
-def _outermost(model: nn.Module) -> list[PreTrainedModel]:
+def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models that are in no other one."""
     found: list[PreTrainedModel] = []
     inside: set[nn.Module] = set()

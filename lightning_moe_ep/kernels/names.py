@@ -62,7 +62,7 @@ def check_kernels(names: Sequence[str]) -> list[Kernel]:
         raise TypeError(f"kernels={names!r} must be a list of names, such as [{names!r}]")
     kernels: dict[Kind, Kernel] = {}
     for given in names:
-        kernel = _kernel(given)
+        kernel = kernel_named(given)
         if (before := kernels.setdefault(kernel.kind, kernel)) is not kernel:
             raise ValueError(f"kernels has {before.given!r} and {given!r}, two for the same thing; leave one out")
     for kernel in kernels.values():
@@ -76,7 +76,7 @@ def computation_for(names: Sequence[str], computation: Computation) -> Computati
     Raises:
         ValueError: both an experts implementation and another computation are asked for.
     """
-    chosen = [kernel for kernel in map(_kernel, names) if kernel.kind == "experts"]
+    chosen = [kernel for kernel in map(kernel_named, names) if kernel.kind == "experts"]
     if not chosen:
         return computation
     if computation not in ("auto", "native"):
@@ -89,7 +89,7 @@ def computation_for(names: Sequence[str], computation: Computation) -> Computati
 
 def without_kernels_for_bf16(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The names of kernels that run in fp32, and of those that do not."""
-    fp32 = [name for name in names if not _takes_bf16_only(_kernel(name))]
+    fp32 = [name for name in names if not _takes_bf16_only(kernel_named(name))]
     return fp32, [name for name in names if name not in fp32]
 
 
@@ -102,7 +102,12 @@ def _takes_bf16_only(kernel: Kernel) -> bool:
     return (kernel.kind == "attention" and is_flash(kernel.name)) or kernel.name == "sonicmoe"
 
 
-def _kernel(given: str) -> Kernel:
+def kernel_named(given: str) -> Kernel:
+    """What a name stands for, installed or not.
+
+    Raises:
+        ValueError: it is not known.
+    """
     if given == "liger":
         return Kernel("liger", given, given)
     if given == "fla" or given.startswith("fla:"):
@@ -142,7 +147,8 @@ def _check_installed(kernel: Kernel) -> None:
             is_sonicmoe_loadable(raise_error=True)
         except ImportError as error:
             raise ImportError(f"kernels has {kernel.given!r}, but: {error} (`pip install kernels`)") from error
-    package, needed = _PACKAGES.get(kernel.name, ("kernels", "kernels") if is_kernel(kernel.name) else (None, None))
+    otherwise = ("kernels", "kernels") if is_kernel(kernel.name) else (None, None)
+    package, needed = _PACKAGES.get(kernel.name, otherwise)
     # transformers takes a flash attention from the hub where its own package is missing.
     from_hub = kernel.kind == "attention" and is_kernels_available()
     if package is not None and not from_hub and importlib.util.find_spec(package) is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_moe_ep.kernels import computation_for
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.parallelize import check_options
 from lightning_moe_ep.planning.exchange import chosen_dispatcher
@@ -21,6 +22,7 @@ from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.planning.wire import Step, layers_of
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
+from lightning_moe_ep.tools.plan.kernels import with_kernels
 from lightning_moe_ep.tools.plan.layouts import DISPATCHERS, Candidate, Row, candidates, reason_for, rows_of
 from lightning_moe_ep.tools.plan.load import Loading
 from lightning_moe_ep.tools.plan.needs import needs_by
@@ -81,6 +83,8 @@ def plan(
             raise ValueError(f"{name} is {value}, but must be at least 1")
     machine = machine or Machine()
     options = dict(strategy or {})
+    build, untraced = with_kernels(build, options.get("kernels", ()))
+    options["computation"] = computation_for(options.get("kernels", ()), options.get("computation", "auto"))
     check_options(**{name: options.get(name, "auto") for name in ("dispatcher", "computation", "combine_dtype")})
     model = build()
     shapes = shapes_of(model, precision=precision, fp32_modules=options.get("fp32_modules", ()))
@@ -133,6 +137,7 @@ def plan(
             note
             for note in (
                 told,
+                *untraced,
                 states.assumed,
                 look.assumed,
                 _unknown_note(yours),
