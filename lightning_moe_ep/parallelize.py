@@ -30,17 +30,21 @@ from lightning_moe_ep.checkpoint import load_pretrained
 from lightning_moe_ep.context_parallel import ContextParallelMode, spread_attention
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
+    ROUTERS,
     Computation,
     ExpertsModule,
+    RouterDtype,
     SpreadExperts,
     check_not_quantized,
     choice_biases,
     expert_parameters,
     find_experts,
+    fit_outputs,
     is_spread,
     lone_expert_parameters,
     mark_spread,
     spread_experts,
+    with_routers,
 )
 from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
@@ -67,6 +71,7 @@ def parallelize(
     cpu_offload: bool = False,
     fp32_modules: Sequence[str] = (),
     cp_mode: ContextParallelMode = "ulysses",
+    router_dtype: RouterDtype = "auto",
     kernels: Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
@@ -93,6 +98,7 @@ def parallelize(
         fp32_modules: names of modules, or ends of their paths, that are gathered and computed in fp32, whatever the
             mixed precision of the rest; they must be called. What they return is fp32.
         cp_mode: at cp > 1, how attention sees whole sequences; see `ContextParallelMode`.
+        router_dtype: "float32" does the same for all routers, which are found by what they hold.
         kernels: names of attention and experts implementations of transformers, "liger" and "fla"; see `MoEEPStrategy`.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
@@ -104,13 +110,17 @@ def parallelize(
         NoExpertsError: the model has no experts module.
         NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or at cp > 1 tokens
             meet elsewhere than in an attention that goes through transformers' attention interface.
+        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or a router that is
+            to be in fp32 is not called as a module.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
-            of these names, or it holds experts; or the model or the device cannot have a kernel.
+            of these names, or it holds experts, or a router is not found; or a kernel that the model or the device
+            cannot have is asked for.
         ImportError: what a kernel takes is not installed.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
     computation = computation_for(kernels, computation)
+    fp32_modules = with_routers(fp32_modules, router_dtype)
     check_activation_checkpointing(activation_checkpointing)
     check_not_quantized(model)
     experts = find_experts(model)
@@ -158,6 +168,8 @@ def parallelize(
     whole = {*lone_expert_parameters(model), *biases}
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    if ROUTERS in fp32_modules and units.in_fp32:
+        fit_outputs(model, policy.param_dtype or next(units.blocks[0].parameters()).dtype)
     for module in units.in_fp32:
         for parameter in module.parameters():
             parameter.data = parameter.data.float()

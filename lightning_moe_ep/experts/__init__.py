@@ -5,13 +5,20 @@ from lightning_moe_ep.experts import module_list as module_list
 from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapter, Watcher, is_a, register_experts
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
-from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts, modules_called
+from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
 from lightning_moe_ep.experts.plain import converted_experts, plain_class, to_plain
 from lightning_moe_ep.experts.quantized import check_not_quantized
 from lightning_moe_ep.experts.replay import ReplayedWeights, Routing, record_routing, replay_routing
-from lightning_moe_ep.experts.routers import find_routers
+from lightning_moe_ep.experts.routers import (
+    ROUTERS,
+    RouterDtype,
+    find_routers,
+    fit_outputs,
+    modules_called,
+    with_routers,
+)
 from lightning_moe_ep.experts.spread import (
     SpreadExperts,
     ep_size,
@@ -26,6 +33,7 @@ from lightning_moe_ep.experts.stacked import with_zero_gradients
 from lightning_moe_ep.experts.watching import WatchHandle, watch_routing
 
 __all__ = [
+    "ROUTERS",
     "ChoiceBias",
     "Computation",
     "Dispatch",
@@ -36,6 +44,7 @@ __all__ = [
     "MoELayer",
     "NoExpertsError",
     "ReplayedWeights",
+    "RouterDtype",
     "Routing",
     "SharedExpert",
     "SpreadExperts",
@@ -51,6 +60,7 @@ __all__ = [
     "expert_parameters",
     "find_experts",
     "find_routers",
+    "fit_outputs",
     "initialise_adapters",
     "is_a",
     "is_spread",
@@ -65,5 +75,6 @@ __all__ = [
     "spread_of",
     "to_plain",
     "watch_routing",
+    "with_routers",
     "with_zero_gradients",
 ]

@@ -33,7 +33,7 @@ from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.context_parallel import ContextParallelMode, shard_sequences
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.experts import Computation, ep_size, lone_expert_parameters
+from lightning_moe_ep.experts import Computation, RouterDtype, ep_size, lone_expert_parameters, with_routers
 from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
@@ -74,6 +74,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         compile_blocks: bool = False,
         cpu_offload: bool = False,
         fp32_modules: Sequence[str] = (),
+        router_dtype: RouterDtype = "auto",
         kernels: Sequence[str] = (),
         reduce_every_micro_batch: bool = False,
         uneven: Uneven = "stop",
@@ -112,6 +113,8 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
                 the optimizer's step there.
             fp32_modules: Modules that are kept in fp32, and compute in it, in bf16-true and bf16-mixed: by the end of
                 their paths, such as "mlp.gate" for the routers of Qwen3-MoE.
+            router_dtype: "float32": routers, which are found by what they hold, are kept in fp32 and compute in it, in
+                bf16-true and bf16-mixed. "auto": as the precision says.
             kernels: What models of transformers compute with, by name: an attention ("sdpa", "flash_attention_2", ...),
                 an experts implementation ("batched_mm", "experts:eager", ...; `computation` is "native" then), "liger"
                 (norms, and a loss fused with the head), "fla" or "fla:32" (flash-linear-attention, and its chunks).
@@ -129,8 +132,8 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
 
         Raises:
             ValueError: ep, replicate or cp is not a positive integer; there is no such cp_mode, dispatcher, computation,
-                combine_dtype, activation_checkpointing, uneven or kernel; two kernels are for the same thing; or
-                async_save is asked for with save_distributed_checkpoint=False.
+                combine_dtype, router_dtype, activation_checkpointing, uneven or kernel; two kernels are for the same
+                thing; or async_save is asked for with save_distributed_checkpoint=False.
             ImportError: What a kernel takes is not installed.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
@@ -162,7 +165,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
             "activation_checkpointing": activation_checkpointing,
             "compile_blocks": compile_blocks,
             "cpu_offload": cpu_offload,
-            "fp32_modules": list(fp32_modules),
+            "fp32_modules": with_routers(fp32_modules, router_dtype),
             "kernels": list(kernels),
         }
         """What `parallelize` is called with, beside the meshes and the precision."""

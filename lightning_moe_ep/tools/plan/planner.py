@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_moe_ep.experts import with_routers
 from lightning_moe_ep.kernels import computation_for
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.parallelize import check_options
@@ -85,9 +86,10 @@ def plan(
     options = dict(strategy or {})
     build, untraced = with_kernels(build, options.get("kernels", ()))
     options["computation"] = computation_for(options.get("kernels", ()), options.get("computation", "auto"))
+    options["fp32_modules"] = with_routers(options.get("fp32_modules", ()), options.get("router_dtype", "auto"))
     check_options(**{name: options.get(name, "auto") for name in ("dispatcher", "computation", "combine_dtype")})
     model = build()
-    shapes = shapes_of(model, precision=precision, fp32_modules=options.get("fp32_modules", ()))
+    shapes = shapes_of(model, precision=precision, fp32_modules=options["fp32_modules"])
     loading = Loading(model, shapes)
     look = look_at(model, shapes, length=length)
     states = observe_states(model)
