@@ -30,6 +30,7 @@ from lightning_moe_ep.experts import (
     record_routing,
     register_experts,
     replay_routing,
+    router_logits,
     spread_experts,
 )
 from lightning_moe_ep.gradients import grad_norm
@@ -91,6 +92,7 @@ __all__ = [
     "remember_exchange",
     "remember_routing",
     "replay_routing",
+    "router_logits",
     "save_adapter",
     "split_by_rank",
     "spread_experts",

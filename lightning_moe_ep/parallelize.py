@@ -46,6 +46,7 @@ from lightning_moe_ep.experts import (
     spread_experts,
     with_routers,
 )
+from lightning_moe_ep.experts import keep_router_logits as have_logits_kept
 from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.kernels import apply_kernels, computation_for
@@ -72,6 +73,7 @@ def parallelize(
     fp32_modules: Sequence[str] = (),
     cp_mode: ContextParallelMode = "ulysses",
     router_dtype: RouterDtype = "auto",
+    keep_router_logits: bool = False,
     kernels: Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
@@ -99,6 +101,7 @@ def parallelize(
             mixed precision of the rest; they must be called. What they return is fp32.
         cp_mode: at cp > 1, how attention sees whole sequences; see `ContextParallelMode`.
         router_dtype: "float32" does the same for all routers, which are found by what they hold.
+        keep_router_logits: whether routers keep the logits of each forward; see `router_logits`.
         kernels: names of attention and experts implementations of transformers, "liger" and "fla"; see `MoEEPStrategy`.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
@@ -143,6 +146,8 @@ def parallelize(
     units = find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
     roots, blocks = units.roots, units.blocks
 
+    if keep_router_logits:
+        have_logits_kept(model, roots, meshes.host_group)
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy, offloaded=cpu_offload, compiled=compile_blocks)

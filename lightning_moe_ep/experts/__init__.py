@@ -6,6 +6,7 @@ from lightning_moe_ep.experts.adapter import Computation, Dispatch, ExpertsAdapt
 from lightning_moe_ep.experts.bias import ChoiceBias, biases_around, choice_biases
 from lightning_moe_ep.experts.compute import compute_experts
 from lightning_moe_ep.experts.find import ExpertsModule, NoExpertsError, find_experts
+from lightning_moe_ep.experts.kept_logits import keep_router_logits, router_logits
 from lightning_moe_ep.experts.lora import LoraExperts, initialise_adapters
 from lightning_moe_ep.experts.moe import GroupedExperts, MoELayer, SharedExpert, TopKRouter
 from lightning_moe_ep.experts.plain import converted_experts, plain_class, to_plain
@@ -16,6 +17,7 @@ from lightning_moe_ep.experts.routers import (
     RouterDtype,
     find_routers,
     fit_outputs,
+    logits_of,
     modules_called,
     with_routers,
 )
@@ -64,6 +66,8 @@ __all__ = [
     "initialise_adapters",
     "is_a",
     "is_spread",
+    "keep_router_logits",
+    "logits_of",
     "lone_expert_parameters",
     "mark_spread",
     "modules_called",
@@ -71,6 +75,7 @@ __all__ = [
     "record_routing",
     "register_experts",
     "replay_routing",
+    "router_logits",
     "spread_experts",
     "spread_of",
     "to_plain",

@@ -60,6 +60,18 @@ def modules_called(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return sorted(found, key=lambda module: -found[module])
 
 
+def logits_of(output: Any, num_experts: int) -> Tensor | None:
+    """The logits `[..., E]` among what a router gave; wider ones where it may choose no expert, too."""
+    tensors = [value for value in (output if isinstance(output, tuple) else (output,)) if isinstance(value, Tensor)]
+    floats = [value for value in tensors if value.is_floating_point() and value.ndim > 0]
+    logits = [value for value in floats if value.shape[-1] == num_experts]
+    if not logits:
+        return next((value for value in floats if value.ndim == 2 and value.shape[-1] > num_experts), None)
+    # Routers give weights after logits, but those that give scores of all experts give these first.
+    weights_too = any(not value.is_floating_point() and value.shape == logits[0].shape for value in tensors)
+    return logits[0] if weights_too else logits[-1]
+
+
 def fit_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Have routers that compute in fp32 give all but logits and weights in the dtype of the model around.
 

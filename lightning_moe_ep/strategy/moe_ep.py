@@ -75,6 +75,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         cpu_offload: bool = False,
         fp32_modules: Sequence[str] = (),
         router_dtype: RouterDtype = "auto",
+        keep_router_logits: bool = False,
         kernels: Sequence[str] = (),
         reduce_every_micro_batch: bool = False,
         uneven: Uneven = "stop",
@@ -115,6 +116,8 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
                 their paths, such as "mlp.gate" for the routers of Qwen3-MoE.
             router_dtype: "float32": routers, which are found by what they hold, are kept in fp32 and compute in it, in
                 bf16-true and bf16-mixed. "auto": as the precision says.
+            keep_router_logits: Keep what routers say of all experts, `[T, E]` a layer, until the next forward, for a
+                loss of your own: `router_logits(module)` reads it.
             kernels: What models of transformers compute with, by name: an attention ("sdpa", "flash_attention_2", ...),
                 an experts implementation ("batched_mm", "experts:eager", ...; `computation` is "native" then), "liger"
                 (norms, and a loss fused with the head), "fla" or "fla:32" (flash-linear-attention, and its chunks).
@@ -166,6 +169,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
             "compile_blocks": compile_blocks,
             "cpu_offload": cpu_offload,
             "fp32_modules": with_routers(fp32_modules, router_dtype),
+            "keep_router_logits": keep_router_logits,
             "kernels": list(kernels),
         }
         """What `parallelize` is called with, beside the meshes and the precision."""
