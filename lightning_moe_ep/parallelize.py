@@ -146,8 +146,6 @@ def parallelize(
     units = find_units(model, experts, roots=roots, fp32_modules=fp32_modules, policy=policy)
     roots, blocks = units.roots, units.blocks
 
-    if keep_router_logits:
-        have_logits_kept(model, roots, meshes.host_group)
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy, offloaded=cpu_offload, compiled=compile_blocks)
@@ -208,6 +206,8 @@ def parallelize(
     if meshes.layout.fsdp > 1:
         for sequence in units.sequences:
             _prefetch([block for block in sequence if block not in roots])
+    if keep_router_logits:
+        have_logits_kept(model, roots, meshes.host_group)
     if pretrained is not None:
         device = torch.device(meshes.dense.device_type)
         load_pretrained(model, pretrained, device=device, read_ahead=read_ahead)

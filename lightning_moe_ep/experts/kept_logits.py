@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_ep.experts.find import find_experts
+from lightning_moe_ep.experts.members import with_tie
 from lightning_moe_ep.experts.routers import find_routers, logits_of
 from lightning_moe_ep.rows import is_recomputation
+from lightning_moe_ep.trees import map_tensors
 
 _ATTRIBUTE = "_kept_router_logits"
 
@@ -30,6 +32,8 @@ class _Kept:
         self._is_checked = False
         self.calls: list[Tensor] = []
         """`[T, E]` of each call."""
+        self.tie: Tensor | None = None
+        """A zero that depends on the root's output."""
 
     def keep(self, router: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
@@ -61,10 +65,10 @@ class _Kept:
 
 
 def keep_router_logits(model: nn.Module, roots: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Have the routers of a plain model keep their logits, until they are read or a root is called again.
+    """Have the routers keep their logits, until they are read or the root around is called again.
 
     Args:
-        model: not sharded yet.
+        model: parallel.
         roots: what is called from outside.
         group: all ranks, for values of the host.
 
@@ -81,18 +85,35 @@ def keep_router_logits(model: nn.Module, roots: Sequence[nn.Module], group: dist
     for root in roots:
         own = [vars(module)[_ATTRIBUTE] for module in root.modules() if _ATTRIBUTE in vars(module)]
         root.register_forward_pre_hook(partial(_forget, own))
+        root.register_forward_hook(partial(_tie, own))
 
 
 def _forget(kept: Sequence[_Kept], *_: Any) -> None:
     for each in kept:
         each.calls.clear()
+        each.tie = None
+
+
+def _tie(kept: Sequence[_Kept], root: nn.Module, args: Any, output: Any) -> Any:
+    """Have a backward from the logits alone begin with the root's output, as FSDP2 does by what it is told there."""
+    tie: Tensor | None = None
+
+    def of_first(tensor: Tensor) -> Tensor:
+        nonlocal tie
+        if tie is None and tensor.requires_grad:
+            tensor, tie = with_tie(tensor)
+        return tensor
+
+    output = map_tensors(of_first, output)
+    for each in kept:
+        each.tie = tie
+    return output
 
 
 def router_logits(model: nn.Module) -> dict[str, Tensor]:
     """What the routers gave in the last forward of a model that keeps it (`keep_router_logits=True`).
 
-    They are let go of with this. The graph is the forward's: add a loss of them to that of the model's output, as a
-    backward has to go through the output, too.
+    They are let go of with this. Their graph is the forward's; call backward once, for their loss and the model's.
 
     Args:
         model: parallel, or a LightningModule that holds it.
@@ -118,6 +139,7 @@ def router_logits(model: nn.Module) -> dict[str, Tensor]:
                 f"there are no router logits of {name}: they were read already, or there was no forward since"
             )
         kept[id(of_router)] = of_router
-        found[name] = of_router.calls[0] if len(of_router.calls) == 1 else torch.cat(of_router.calls)
+        logits = of_router.calls[0] if len(of_router.calls) == 1 else torch.cat(of_router.calls)
+        found[name] = logits if of_router.tie is None else logits + of_router.tie.to(logits.dtype)
     _forget(list(kept.values()))
     return found

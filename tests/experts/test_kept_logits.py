@@ -30,7 +30,7 @@ def model_of(kind: str = KIND) -> nn.Module:
     return build(kind)
 
 
-def _gradients(ep: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _gradients(ep: int, options: dict[str, Any], alone: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = model_of()
     meshes = build_meshes(Layout.for_world(2, ep=ep), "cpu")
     parallelize(model, meshes, keep_router_logits=True, **options)
@@ -41,16 +41,16 @@ def _gradients(ep: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dic
     assert [each.shape for each in logits.values()] == [(16, 8)] * 2
     with pytest.raises(RuntimeError, match=r"no router logits of model\.layers\.0\.mlp\.experts: they were read"):
         router_logits(model)
-    (loss + z_loss(logits)).backward()
+    (z_loss(logits) if alone else loss + z_loss(logits)).backward()
     with pytest.raises(RuntimeError, match="they were read already"):  # what was recomputed is not kept
         router_logits(model)
     return (
         {name: each.detach() for name, each in logits.items()},
-        plain(model, {name: p.grad for name, p in model.named_parameters()}),
+        plain(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}),
     )
 
 
-def _oracle() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def _oracle(alone: bool) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """One process that has the batches of both ranks."""
     model = model_of()
     seen: dict[str, Tensor] = {}
@@ -60,26 +60,33 @@ def _oracle() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     for rank in range(2):
         loss = loss_of(model, make_batch(KIND, 16, seed=rank))
         of_ranks.append({name: each.detach() for name, each in seen.items()})
-        ((loss + z_loss(seen)) / 2).backward()
-    return of_ranks, {name: p.grad for name, p in model.named_parameters()}
+        ((z_loss(seen) if alone else loss + z_loss(seen)) / 2).backward()
+    return of_ranks, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
-    ("ep", "options"),
+    ("ep", "options", "alone"),
     [
-        (2, {"activation_checkpointing": "full", "dispatcher": "all_to_all"}),
-        (1, {}),
-        pytest.param(2, {"activation_checkpointing": "selective"}, marks=pytest.mark.more),
-        pytest.param(2, {"compile_blocks": True}, marks=pytest.mark.more),
+        (2, {"activation_checkpointing": "full", "dispatcher": "all_to_all"}, False),
+        (2, {"activation_checkpointing": "full"}, True),
+        (1, {}, False),
+        (2, {}, True),
+        pytest.param(2, {"activation_checkpointing": "selective"}, False, marks=pytest.mark.more),
+        pytest.param(2, {"compile_blocks": True}, False, marks=pytest.mark.more),
     ],
 )
-def test_a_loss_of_them_has_the_gradients_of_one_process(ranks: RankPool, ep: int, options: dict[str, Any]) -> None:
-    right_logits, right = _oracle()
-    for (logits, gradients), theirs in zip(ranks.run(_gradients, ep, options, world=2), right_logits, strict=True):
+def test_a_loss_of_them_has_the_gradients_of_one_process(
+    ranks: RankPool, ep: int, options: dict[str, Any], alone: bool
+) -> None:
+    right_logits, right = _oracle(alone)
+    results = ranks.run(_gradients, ep, options, alone, world=2)
+    for (logits, gradients), theirs in zip(results, right_logits, strict=True):
         for name in theirs:
             torch.testing.assert_close(logits[name], theirs[name], rtol=1e-5, atol=1e-5)
         ours = {name: each / (ep if ".experts." in name else 1) for name, each in gradients.items()}
-        error, name = worst(ours, right)
+        none = ours.keys() - right.keys()  # which the other loss would have had gradients for
+        assert all(not ours[name].any() for name in none) and (alone or not none)
+        error, name = worst({name: ours[name] for name in right}, right)
         assert error < 1e-5, f"{name} is off by {error:.1e}"
 
 

@@ -182,6 +182,9 @@ def _refused_on_one_rank() -> list[str]:
     attempt(Routing(routing.index))
     attempt(Routing({k: [i.float() for i in v] for k, v in routing.index.items()}), "current")
     attempt(routing, "both")
+    compiled = parallel(2, compile_blocks=True)
+    with pytest.raises(ValueError, match="which what compile_blocks compiled cannot; use"):
+        replay_routing(compiled, routing, weights="current").__enter__()
     # And afterwards all is as ever.
     with replay_routing(model, routing, weights="current"):
         losses(model)
