@@ -119,16 +119,17 @@ def replay_routing(model: nn.Module, routing: Routing, *, weights: ReplayedWeigh
         routing: the forwards, on this rank's own tokens; there may be more than are run.
         weights: "recorded": those of the recording, so that experts give what they gave there, whatever has become of
             the router, which gets no gradient; what else it gives, such as Inkling's weights of shared experts, is that
-            of today. "current": the router's own of today for the recorded experts,
-            normalised as it does, with its gradients: what reinforcement learning wants, where the tokens were
-            generated with a choice of experts that training has to repeat while the router goes on learning (R2,
-            recorded by the trainer, or R3, by the engine that generates).
+            of today. "current": the router's own of today for the recorded experts, normalised as it does, with its
+            gradients: what reinforcement learning wants, where the tokens were generated with a choice of experts that
+            training has to repeat while the router goes on learning (R2, recorded by the trainer, or R3, by the engine
+            that generates).
 
     Raises:
         ValueError: `weights` is not known, the routing is not that of this model, or a forward has other tokens than
             the recorded one, or is one more than were recorded, on any rank: every rank raises it. Or the experts of
             the model cannot be routed so; or, with "current", a layer's router chooses other experts than the recorded
             and not by one `topk`, or was compiled.
+        RuntimeError: a checkpoint of the user's own recomputes what is replayed, and does not keep the routing.
     """
     if weights not in get_args(ReplayedWeights):
         raise ValueError(f"weights={weights!r} is not known; use one of {list(get_args(ReplayedWeights))}")
@@ -310,7 +311,7 @@ def _raise_together(misfit: str | None, group: dist.ProcessGroup | None) -> None
 
 def _checkpointed(model: nn.Module) -> str | None:
     return next(
-        (name for name, m in model.named_modules() if getattr(m, "gradient_checkpointing", False) is True), None
+        (type(m).__name__ for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True), None
     )
 
 
