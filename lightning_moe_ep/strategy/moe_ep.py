@@ -134,9 +134,9 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
             timeout: How long a collective may take.
 
         Raises:
-            ValueError: ep, replicate or cp is not a positive integer; there is no such cp_mode, dispatcher, computation,
-                combine_dtype, router_dtype, activation_checkpointing, uneven or kernel; two kernels are for the same
-                thing; or async_save is asked for with save_distributed_checkpoint=False.
+            ValueError: ep, replicate or cp is not a positive integer; there is no such cp_mode, dispatcher,
+                computation, combine_dtype, router_dtype, activation_checkpointing, uneven or kernel; two kernels are
+                for the same thing; or async_save is asked for with save_distributed_checkpoint=False.
             ImportError: What a kernel takes is not installed.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):

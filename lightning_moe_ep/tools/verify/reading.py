@@ -15,7 +15,6 @@ from transformers import AutoConfig
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import pretrained_config
 from lightning_moe_ep.tools.reading import FitArguments
-from lightning_moe_ep.tools.verify.given import Given, Made, options_of, strategy_of
 from lightning_moe_ep.tools.verify.given import Given, Made, keep_fp32_kernels, options_of, strategy_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
