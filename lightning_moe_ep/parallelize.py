@@ -111,10 +111,9 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
-        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or at cp > 1 tokens
-            meet elsewhere than in an attention that goes through transformers' attention interface.
-        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or a router that is
-            to be in fp32 is not called as a module.
+        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, a router that is to
+            be in fp32 is not called as a module, or at cp > 1 tokens meet elsewhere than in an attention that goes
+            through transformers' attention interface.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
             of these names, or it holds experts, or a router is not found; or a kernel that the model or the device
