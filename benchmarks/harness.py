@@ -25,16 +25,21 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> Any:
-    """Call `function(*args)` on `world` gloo ranks of one thread each; rank 0's result."""
+def on_ranks(function: Callable[..., Any], world: int, *args: Any, backend: str = "gloo") -> Any:
+    """Call `function(*args)` on `world` ranks of one thread each, of which each has a GPU if NCCL is among their
+    backends; rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world, folder, function, args), nprocs=world)
+        mp.spawn(_rank, args=(world, folder, function, args, backend), nprocs=world)
         return torch.load(os.path.join(folder, "result"), weights_only=False)
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], backend: str
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     result = function(*args)
     if rank == 0:
         torch.save(result, os.path.join(folder, "result"))

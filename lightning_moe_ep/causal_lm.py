@@ -1,7 +1,8 @@
 """A LightningModule for Hugging Face causal language models.
 
 Batches of token ids go in; what comes out of a step is the loss whose gradient, averaged over ranks and micro-batches
-as data parallelism does, is that of the token-weighted mean over the world and the accumulation window.
+as data parallelism does, is that of the token-weighted mean over the world and the accumulation window. At cp > 1 the
+batches are of whole sequences, the same on the ranks of a cp group, and each rank computes its slice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
@@ -31,15 +33,15 @@ from typing_extensions import override
 
 from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretrained_config
+from lightning_moe_ep.context_parallel import IGNORED_LABEL, gather_sequences, shifted
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.kernels import has_fused_loss, summing
 from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.other_lightning import name_the_import
 
 Freeze = Literal["none", "experts", "router"]
 """What is not trained: nothing, the routed experts, or what chooses among them."""
-
-IGNORED_LABEL = -100
 
 AuxLoss = Literal["local", "global"]
 
@@ -70,7 +72,8 @@ class CausalLMModule(L.LightningModule):
             min_lr_ratio: The learning rate at the end of the cosine decay, as a share of the highest.
             aux_loss: Whose tokens the load-balancing loss is over, which is added with the model's
                 `router_aux_loss_coef` and averaged over the micro-batches of an optimizer step. "local": the model's
-                own, over the rank's micro-batch, if its config sets `output_router_logits`; ranks are averaged.
+                own, over the rank's (at cp > 1 the cp group's) micro-batch, if its config sets `output_router_logits`;
+                they are averaged.
                 "global": `load_balancing_loss` over the micro-batch of all ranks, whatever the config sets.
             freeze: What is not trained: "experts" (the routed experts; a shared expert is trained), "router", or
                 "none" of the model.
@@ -169,12 +172,25 @@ class CausalLMModule(L.LightningModule):
         """The model's output for `input_ids [B, S]` and, where given, `attention_mask` and `position_ids`.
 
         Args:
-            batch: holds these.
+            batch: holds these; at cp > 1, this rank's slice of them.
             options: further arguments of the model's forward.
         """
         assert self.model is not None
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         return self.model(**inputs, use_cache=False, **options)
+
+    @property
+    def _cp_group(self) -> dist.ProcessGroup | None:
+        """Who has slices of the same sequences; None at cp=1."""
+        strategy: Any = None if self._trainer is None else self.trainer.strategy
+        return strategy.meshes.cp_mesh.get_group() if getattr(strategy, "cp", 1) > 1 else None
+
+    def _own_part(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank computes of a batch: at cp > 1 its slice. Labels, if any, are shifted."""
+        batch = _never_empty(batch)
+        if self._cp_group is not None:
+            return self.trainer.strategy.shard_sequences(batch)
+        return {**batch, "shift_labels": shifted(batch["labels"])} if "labels" in batch else batch
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
         """How many tokens of the batch have a label to predict; asked before the batch goes to the device.
@@ -195,25 +211,40 @@ class CausalLMModule(L.LightningModule):
         The load-balancing loss is not a sum over tokens, so it is not weighed by them: each micro-batch has its own
         (with aux_loss="global" one for all ranks' tokens of it), and those of the window are averaged.
         """
-        empty = not len(batch["input_ids"])
-        batch = _never_empty(batch)
+        empty, group = not len(batch["input_ids"]), self._cp_group
+        batch = self._own_part(batch)
         is_global = self.hparams.aux_loss == "global"
-        output = self(batch, **({"output_router_logits": True} if is_global else {}))
-        total, tokens = summed_loss(output.logits, batch["labels"])
+        assert self.model is not None
+        targets = batch["shift_labels"]
+        fused = summing(targets) if has_fused_loss(self.model) else {}
+        output = self(batch, **({"output_router_logits": True} if is_global else {}), **fused)
+        if fused:
+            total, tokens = output.loss, (targets != IGNORED_LABEL).sum()
+        else:
+            total, tokens = summed_loss(output.logits, targets)
         accumulated = self.trainer.accumulate_grad_batches
         if "num_items_in_batch" in batch:
             # Averaging over the world, and Lightning's division by the window, cancel these factors.
             loss = total * (self.trainer.world_size * accumulated / max(1, batch["num_items_in_batch"]))
             share = accumulated / batch["num_micro_batches"]
         else:
+            if group is not None:
+                total = total * group.size()
+                dist.all_reduce(tokens, group=group)
             loss, share = total / tokens.clamp(min=1), 1.0
         self._window_loss = self._window_loss + loss.detach() / accumulated
         model: Any = self.model
-        if is_global:
+        aux_loss = getattr(output, "aux_loss", None)
+        if is_global or (aux_loss is not None and group is not None):
             mask = torch.zeros_like(batch["input_ids"]) if empty else batch.get("attention_mask")
-            aux_loss = load_balancing_loss(output.router_logits, model.num_experts, model.num_experts_per_tok, mask)
+            aux_loss = load_balancing_loss(
+                output.router_logits,
+                model.num_experts,
+                model.num_experts_per_tok,
+                mask,
+                group=None if is_global else group,  # transformers' own is over a slice
+            )
         else:
-            aux_loss = getattr(output, "aux_loss", None)
             share *= not empty  # transformers saw tokens that the batch does not have
         return loss if aux_loss is None else loss + model.router_aux_loss_coef * share * aux_loss
 
@@ -241,14 +272,16 @@ class CausalLMModule(L.LightningModule):
         self.log("test_loss", self.val_loss)
 
     def _update_loss(self, batch: Mapping[str, Tensor]) -> None:
-        batch = _never_empty(batch)
-        total, tokens = summed_loss(self(batch).logits, batch["labels"])
+        batch = self._own_part(batch)
+        total, tokens = summed_loss(self(batch).logits, batch["shift_labels"])
         self.val_loss.update(total / tokens.clamp(min=1), weight=tokens)
 
     @override
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The most likely next token at each position, `[B, S]`."""
-        return self(batch).logits.argmax(dim=-1)
+        rows, length = batch["input_ids"].shape
+        tokens = self(self._own_part(batch)).logits.argmax(dim=-1)
+        return gather_sequences(tokens, length=length, group=self._cp_group)[:rows]
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -311,16 +344,16 @@ def _never_empty(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy, in nats, of predicting each label from what is before it, and how many there were.
+def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy, in nats, of what each token is to predict, and how many have something to.
 
     Args:
         logits: `[B, S, V]`.
-        labels: `[B, S]`; `IGNORED_LABEL` where there is nothing to predict.
+        targets: `[B, S]`, shifted already; `IGNORED_LABEL` where there is nothing to predict.
 
     Returns:
-        Two tensors `[]`; the sum is connected to the graph also when no label counts.
+        Two tensors `[]`; the sum is connected to the graph also when no target counts.
     """
-    targets = labels[:, 1:].flatten()
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
-    return total, (targets != IGNORED_LABEL).sum()
+    flat = targets.flatten()
+    total = F.cross_entropy(logits.flatten(0, 1).float(), flat, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total, (flat != IGNORED_LABEL).sum()

@@ -163,6 +163,14 @@ def same_batch(ranks: Sequence[int]) -> Fault:
     )
 
 
+def unlike_batches(ranks: Sequence[int]) -> Fault:
+    return Fault(
+        "unlike-batches",
+        f"{_ranks(ranks)} are one cp group, but have unlike batches: each computes a slice of the same sequences; look"
+        " at the sampler, and at what is drawn at random in hooks of the data",
+    )
+
+
 def replicas_differ(names: Sequence[str], what: str) -> Fault:
     """What should be the same on several ranks is not.
 

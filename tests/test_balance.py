@@ -219,9 +219,9 @@ def test_padding_does_not_count() -> None:
     fitted = causal_lm._plain(1)
     masks = []
 
-    def seen(logits: Any, num_experts: int, top_k: int, mask: Tensor | None) -> Tensor:
+    def seen(logits: Any, num_experts: int, top_k: int, mask: Tensor | None, group: Any) -> Tensor:
         masks.append(mask)
-        return load_balancing_loss(logits, num_experts, top_k, mask)
+        return load_balancing_loss(logits, num_experts, top_k, mask, group)
 
     batch = {**causal_lm.make_batch(2, 0, seed=0), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
     batch["attention_mask"][1, 5:] = 0

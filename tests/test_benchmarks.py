@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch, load, monitor, scale, sentinel, step
+from benchmarks import context_parallel, dispatch, load, monitor, scale, sentinel, step
 from benchmarks.harness import on_ranks
+from tests.pool import RankPool
 
 
 @pytest.mark.more
@@ -30,6 +31,15 @@ def test_step() -> None:
     assert case["memory_mib"].keys() == case["bytes_sent"].keys() == {*ours, "transformers", "fsdp2"}
     assert case["memory_mib"]["lightning_moe_ep[auto]"] < case["memory_mib"]["transformers"]
     assert case["bytes_sent"]["lightning_moe_ep[auto]"] < case["bytes_sent"]["transformers"]
+
+
+@pytest.mark.more
+def test_context_parallel(ranks: RankPool) -> None:
+    case, _ = ranks.run(context_parallel.measure, [1, 2], 512, 1, "cpu", world=2)
+    assert case["memory_mib"].keys() == case["median_ms"].keys() == {"cp1", "cp2"}
+    assert case["memory_ratios"].keys() == case["time_ratios"].keys() == {"cp2/cp1"}
+    assert 0.5 < case["memory_ratios"]["cp2/cp1"] < 0.7  # with the gathered weights, which are the same
+    assert case["tokens_a_step"] == 1024
 
 
 @pytest.mark.more

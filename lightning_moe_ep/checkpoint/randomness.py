@@ -27,24 +27,28 @@ def random_state() -> State:
     return state
 
 
-def restore_random_state(states: Sequence[State], rank: int, world: int) -> None:
+def restore_random_state(states: Sequence[State], rank: int, world: int, *, cp: int = 1, saved_cp: int = 1) -> None:
     """Go on where this rank stopped.
 
-    Another number of ranks cannot do that. Each then starts from numbers of its own, the same each time.
+    Another number of ranks cannot do that. Each then starts from numbers of its own, the same each time. Ranks that
+    come to be in a cp group start alike, as what they draw for their data has to be.
 
     Args:
         states: of all ranks that saved.
         rank: this rank.
         world: the ranks that there are now.
+        cp: of the layout that there is now.
+        saved_cp: of the layout that saved.
     """
     if len(states) != world:
-        digest = hashlib.sha256(states[0]["torch"].numpy().tobytes() + f"{rank} of {world}".encode()).digest()
+        own = f"{rank // cp} of {world // cp}"
+        digest = hashlib.sha256(states[0]["torch"].numpy().tobytes() + own.encode()).digest()
         seed = int.from_bytes(digest[:4], "little")
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
         return
-    state = states[rank]
+    state = states[rank if cp == saved_cp else rank // cp * cp]
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     numpy = state["numpy"]

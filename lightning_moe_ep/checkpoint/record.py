@@ -42,7 +42,7 @@ def describe(module: nn.Module, layout: Layout, optimizers: Iterable[Optimizer] 
     """
     return {
         "version": sys.modules[__name__.partition(".")[0]].__version__,
-        "layout": {"replicate": layout.replicate, "efsdp": layout.efsdp, "ep": layout.ep},
+        "layout": {"replicate": layout.replicate, "efsdp": layout.efsdp, "ep": layout.ep, "cp": layout.cp},
         "experts": {
             path: spread.num_experts for path, part in module.named_modules() if (spread := spread_of(part)) is not None
         },

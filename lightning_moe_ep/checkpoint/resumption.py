@@ -27,6 +27,7 @@ class Resumption:
 
     def __init__(self) -> None:
         self._random: list[dict[str, Any]] | None = None
+        self._cp = {"cp": 1, "saved_cp": 1}
 
     def write(
         self,
@@ -55,9 +56,10 @@ class Resumption:
             if give_back_open_batch(module.trainer, positions):
                 checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
-    def read(self, checkpoint: dict[str, Any]) -> None:
-        """Take it out of a checkpoint, before Lightning reads that."""
+    def read(self, checkpoint: dict[str, Any], *, cp: int) -> None:
+        """Take it out of a checkpoint, before Lightning reads that, for a run with this cp."""
         record = checkpoint.get(KEY, {})
+        self._cp = {"cp": cp, "saved_cp": record.get("layout", {}).get("cp", 1)}
         self._random = record.get(_RANDOM)
         if _LOADERS in record and "loops" in checkpoint:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = record[_LOADERS]
@@ -65,7 +67,7 @@ class Resumption:
     def restore_random(self) -> None:
         """Let the random numbers go on; called once before the loader of an epoch draws any, once after."""
         if self._random is not None:
-            restore_random_state(self._random, dist.get_rank(), dist.get_world_size())
+            restore_random_state(self._random, dist.get_rank(), dist.get_world_size(), **self._cp)
 
     def start(self, trainer: L.Trainer) -> None:
         """The training begins; inside of an epoch, it goes on at the same sample with the same random numbers."""

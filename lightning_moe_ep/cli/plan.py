@@ -43,6 +43,7 @@ def run_plan(args: Sequence[str]) -> int:
             precision=run.precision,
             micro_batches=run.micro_batches,
             strategy=run.strategy,
+            cp=given.cp,
             device_type=run.device_type,
             machine=_machine(given, run.precision),
         )
@@ -61,8 +62,13 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--world", type=int, required=True, metavar="RANKS", help="How many ranks the run will have.")
     add("--gpus-per-node", type=int, default=8, metavar="RANKS", help="How many of them a node has (8).")
-    add("--tokens", type=int, help="Of a micro-batch on one rank, if the data does not say it.")
+    add(
+        "--tokens", type=int, help="Of a micro-batch on one rank, if the data does not say it (at cp > 1: on cp ranks)."
+    )
     add("--length", type=int, help="Of a sequence, in tokens, if the data does not say it (--tokens: one sequence).")
+    add(
+        "--cp", type=int, nargs="+", metavar="RANKS", help="Only these sizes of cp (1, the run's, larger ones at need)."
+    )
     add("--gpu", choices=sorted(GPUS), help="Takes memory, arithmetic and bandwidths from the vendor's figures.")
     add("--memory-gib", type=float, metavar="GIB", help="Memory of a device.")
     add("--tflops", type=float, help="Operations that a device reaches in training, in 10^12 a second.")

@@ -4,7 +4,15 @@ A batch of whole sequences goes in, the same on the ranks of a cp group, and eac
 model runs on slices; its attention functions exchange heads for tokens and back (`attention.py`).
 """
 
-from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention
-from lightning_moe_ep.context_parallel.slicing import gather_sequences, shard_sequences
+from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention, spread_over
+from lightning_moe_ep.context_parallel.slicing import IGNORED_LABEL, gather_sequences, shard_sequences, shifted
 
-__all__ = ["ContextParallelMode", "gather_sequences", "shard_sequences", "spread_attention"]
+__all__ = [
+    "IGNORED_LABEL",
+    "ContextParallelMode",
+    "gather_sequences",
+    "shard_sequences",
+    "shifted",
+    "spread_attention",
+    "spread_over",
+]

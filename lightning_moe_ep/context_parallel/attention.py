@@ -73,6 +73,11 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
         tell_last_position(rotary)
 
 
+def spread_over(model: nn.Module) -> int:
+    """The cp for which the attention of `model` is spread; 1 if it is not."""
+    return max((getattr(module, _SPREAD).size for module in model.modules() if hasattr(module, _SPREAD)), default=1)
+
+
 def _wrap_registered(modules: list[nn.Module]) -> None:
     """Wrap the attention and mask functions that are registered by the names that the modules' configs have now."""
     for name, module in {module.config._attn_implementation: module for module in modules}.items():

@@ -49,7 +49,7 @@ def shard_sequences(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[s
     mask, positions = _entry(batch, "attention_mask", ids), _entry(batch, "position_ids", ids)
     labels, targets = _entry(batch, "labels", ids), _entry(batch, "shift_labels", ids)
     if targets is None and labels is not None:
-        targets = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+        targets = shifted(labels)
     if mask is None and size > 1:
         mask = torch.ones_like(ids)
     if positions is None:
@@ -72,6 +72,11 @@ def shard_sequences(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[s
     if targets is not None:
         sharded["shift_labels"] = cut(targets, IGNORED_LABEL)
     return sharded
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """What each token of whole sequences `[B, S]` is to predict: the label of the next, and nothing at the end."""
+    return F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
 
 
 def gather_sequences(sliced: Tensor, *, length: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Data: text in, batches out; loaders that go in step on all ranks; and what a model's loss is compared with."""
 
+from lightning_moe_ep.data.alike import seed_workers_alike
 from lightning_moe_ep.data.around import innermost
 from lightning_moe_ep.data.bigram import bigram_loss
 from lightning_moe_ep.data.host import Host
@@ -22,6 +23,7 @@ __all__ = [
     "in_lockstep",
     "innermost",
     "resumable",
+    "seed_workers_alike",
     "split_by_rank",
     "stands_inside_epoch",
 ]

@@ -16,11 +16,14 @@ class Host:
 
     Args:
         group: all ranks, for CPU tensors.
+        cp: how many consecutive ranks have the same batches, of which each computes its slice.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    cp = 1
+
+    def __init__(self, group: dist.ProcessGroup, *, cp: int = 1) -> None:
         self._group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank, self.size, self.cp = group.rank(), group.size(), cp
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
         """The sums over the ranks of equally many numbers of each; one message."""

@@ -1,10 +1,10 @@
 """All ranks take equally many batches, as a rank that stops early leaves the others waiting in a collective.
 
 In goes a loader of each rank. Out comes one that ends on all ranks at once, where the first rank has no more. What
-ranks have is agreed before the loop begins; where that is sure and equal, nothing more is ever sent. Elsewhere one
-message over the host goes with each batch; in training, with each gradient-accumulation window, and it carries the
-window's tokens too, if the module counts them. So a loss summed over tokens and divided by `num_items_in_batch` is the
-exact mean over the window and the world.
+ranks have is agreed before the loop begins; where that is sure and equal, and no ranks share batches (cp > 1), nothing
+more is ever sent. Elsewhere one message over the host goes with each batch; in training, with each
+gradient-accumulation window, and it carries the window's tokens too, if the module counts them. So a loss summed over
+tokens and divided by `num_items_in_batch` is the exact mean over the window and the world.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_moe_ep.data.alike import raise_unlike, unlike
 from lightning_moe_ep.data.around import LoaderAround
 from lightning_moe_ep.data.host import Host, name_ranks, raise_together
 from lightning_moe_ep.data.position import RemainingSamples
@@ -101,7 +102,8 @@ def check_lengths(lengths: Lengths, name: str, uneven: Uneven) -> int | None:
 def in_lockstep(
     loader: object, lengths: Lengths, trainer: L.Trainer, *, host: Host, name: str, uneven: Uneven
 ) -> object:
-    """The loader, in a `LockstepLoader` if it may have unlike lengths, or if the module trains and counts its tokens.
+    """The loader, in a `LockstepLoader` if it may have unlike lengths, if the module trains and counts its tokens, or
+    if ranks share batches.
 
     Args:
         loader: of training, validation or test.
@@ -115,7 +117,7 @@ def in_lockstep(
         ValueError: ranks have unequally many, and that is an error, or one has none at all.
     """
     count = getattr(trainer.lightning_module, "count_tokens", None) if trainer.training else None
-    if count is None and (lengths.sure or host.size == 1):
+    if count is None and (lengths.sure or host.size == 1) and host.cp == 1:
         return loader
     return LockstepLoader(
         cast(Iterable[Any], loader),
@@ -153,7 +155,8 @@ class LockstepLoader(LoaderAround):
     Raises:
         Exception: what the loader, or `count`, raised on this rank; on other ranks, a RuntimeError that names it.
         TypeError: a batch is to be marked, but is not a mapping.
-        ValueError: ranks have unequally many batches, and that is an error, or one has none at all.
+        ValueError: ranks have unequally many batches, and that is an error, or one has none at all; or ranks of one cp
+            group have unlike ones.
     """
 
     def __init__(
@@ -206,9 +209,12 @@ class LockstepLoader(LoaderAround):
             window, counts, error = self._read(batches, size)
             has = [number < len(window) for number in range(size)]
             counts += [0] * (size - len(counts))
-            failed, *sums = self._host.sum([error is not None, *has, *counts])
+            shared = unlike(self._host, window)
+            failed, *sums = self._host.sum([error is not None, *has, *counts, *shared])
             if failed:
                 raise_together(self._host, error, self._name)
+            if shared and sums.pop():
+                raise_unlike(self._host, window, self._name)
             if self._compare:
                 self.__dict__["_compare"] = False
                 warn_of_equal_batches(self._host, window[:1], self._name)
@@ -219,7 +225,7 @@ class LockstepLoader(LoaderAround):
             if common < size and self._length is not None:
                 self._leave_out(given, common)
                 return
-            yield from self._marked(window[:common], sum(sums[size : size + common]))
+            yield from self._marked(window[:common], sum(sums[size : size + common]) // self._host.cp)
             given += common
             if common < size:
                 return

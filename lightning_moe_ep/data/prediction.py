@@ -2,7 +2,8 @@
 
 In goes a loader of each rank. Out comes one that gives the same batches; when a rank has no more and others do, it runs
 `predict_step` on its last batch again, with them, as every rank takes part in every forward. The loop knows nothing of
-that: no hook is called, and what comes of it is dropped.
+that: no hook is called, and what comes of it is dropped. Of a cp group, whose ranks have the same batches, all but the
+first take part in this way, so that each sample is written once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_moe_ep.data.alike import raise_unlike, unlike
 from lightning_moe_ep.data.around import LoaderAround
 from lightning_moe_ep.data.host import Host, raise_together
 from lightning_moe_ep.data.lockstep import start
@@ -42,7 +44,7 @@ class PredictionLoader(LoaderAround):
 
     Raises:
         Exception: what the loader raised on this rank; on other ranks, a RuntimeError that names it.
-        ValueError: `predict_step` takes a `dataloader_iter`.
+        ValueError: `predict_step` takes a `dataloader_iter`, or ranks of one cp group have unlike batches.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class PredictionLoader(LoaderAround):
     ) -> None:
         if "dataloader_iter" in inspect.signature(trainer.lightning_module.predict_step).parameters:
             raise ValueError(
-                "a predict_step that takes dataloader_iter needs the same known number of batches on every rank, as a"
-                " rank that has no more has to repeat its last batch; let predict_step take the batch"
+                "a predict_step that takes dataloader_iter needs the same known number of batches on every rank, and"
+                " cp=1, as a rank that has no more has to repeat its last batch; let predict_step take the batch"
             )
         super().__init__(loader, _host=host, _trainer=trainer, _name=name, _length=length, _compare=compare)
 
@@ -83,9 +85,12 @@ class PredictionLoader(LoaderAround):
             if number >= loop.max_batches[index]:
                 return
             batch, error = _next(batches)
-            failed, holders = self._host.sum([error is not None, len(batch)])
+            shared = unlike(self._host, batch)
+            failed, holders, *differs = self._host.sum([error is not None, len(batch), *shared])
             if failed:
                 raise_together(self._host, error, self._name)
+            if any(differs):
+                raise_unlike(self._host, batch, self._name)
             if not holders:
                 return
             if self._compare:
@@ -96,9 +101,10 @@ class PredictionLoader(LoaderAround):
                 last = self._host.send(batch, self._host.gather(len(batch)).index(1))
             if batch:
                 last = _copy(batch)  # as the loop may change it
+            if batch and not self._host.rank % self._host.cp:
                 yield batch[0]
             else:
-                _repeat(self._trainer, _copy(last)[0], number, index)
+                _take_part(self._trainer, _copy(last)[0], number, index)
 
 
 def _next(batches: Iterator[Any]) -> tuple[list[Any], Exception | None]:
@@ -113,7 +119,7 @@ def _copy(tree: Any) -> Any:
     return map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), tree)
 
 
-def _repeat(trainer: L.Trainer, batch: Any, number: int, index: int) -> None:
+def _take_part(trainer: L.Trainer, batch: Any, number: int, index: int) -> None:
     """Run `predict_step` as the loop does, without what the loop does around it."""
     loop = trainer.predict_loop
     batch = trainer.precision_plugin.convert_input(batch)
@@ -123,7 +129,7 @@ def _repeat(trainer: L.Trainer, batch: Any, number: int, index: int) -> None:
     trainer.strategy.predict_step(*loop._build_step_args_from_hook_kwargs(arguments, "predict_step"))
 
 
-def deal_out(loader: object, *, rank: int, world_size: int) -> None:
+def deal_out(loader: object, *, rank: int, num_replicas: int) -> None:
     """Have the sampler that Lightning injected in `predict`, made for one rank, take this rank's part of the samples.
 
     Made for the rank, Lightning's refuses to have no sample at all.
@@ -145,5 +151,5 @@ def deal_out(loader: object, *, rank: int, world_size: int) -> None:
     order = sampler.dataset._sampler
     if isinstance(order, RandomSampler) and order.generator is None:
         order.generator = torch.Generator().manual_seed(sampler.seed)  # or each rank would have an order of its own
-    sampler.rank, sampler.num_replicas = rank, world_size
-    sampler.num_samples = len(range(rank, sampler.total_size, world_size))
+    sampler.rank, sampler.num_replicas = rank, num_replicas
+    sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))

@@ -51,7 +51,7 @@ class TextDataModule(L.LightningDataModule):
         tokenizer: folder with a saved Hugging Face tokenizer, whose end-of-text token goes between documents.
             None: bytes, 256 ids, with byte 0 between documents.
         block_size: tokens in a block, S.
-        batch_size: blocks in a batch of one rank, B.
+        batch_size: blocks in a batch of one rank (of one cp group, whose ranks share it), B.
         val_fraction: share of the documents for validation.
         max_bytes: read at most this much text, training and validation together. None: all of it.
         max_val_blocks: make at most this many validation blocks. None: all of them.
@@ -187,12 +187,13 @@ class TextDataModule(L.LightningDataModule):
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Shuffled training batches; the last incomplete one of an epoch is dropped."""
-        world_size = 1 if self.trainer is None else self.trainer.world_size
+        sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        replicas = 1 if sampler is None else sampler["num_replicas"]
         blocks = len(self.train_dataset)
-        if blocks < world_size * self.batch_size:
+        if blocks < replicas * self.batch_size:
             raise ValueError(
                 f"{blocks} training blocks do not fill one batch of batch_size={self.batch_size} on each of "
-                f"{world_size} ranks; give more text (paths, max_bytes), or lower batch_size or "
+                f"{replicas} ranks (or cp groups of ranks); give more text (paths, max_bytes), or lower batch_size or "
                 f"block_size={self.block_size}"
             )
         return self._loader(self.train_dataset, shuffle=True)

@@ -73,13 +73,14 @@ class _Transfer:
     def __init__(self, rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> None:
         self.sent: Tensor | None = rows.contiguous()
         self.received = rows.new_empty((sum(splits.receive), *rows.shape[1:]))
-        self.work = dist.all_to_all_single(
+        self.work: dist.Work | None = dist.all_to_all_single(
             self.received, self.sent, splits.receive, splits.send, group=group, async_op=True
         )
 
     def wait(self) -> Tensor:
-        self.work.wait()
-        self.sent = None  # remembered for a recomputation, only what was received is to be kept
+        if self.work is not None:
+            self.work.wait()
+        self.sent = self.work = None  # remembered for a recomputation, only what was received is to be kept
         return self.received
 
 

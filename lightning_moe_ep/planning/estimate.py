@@ -32,6 +32,9 @@ class Time:
     exchange: float
     """Of tokens, to experts and back."""
 
+    attention: float
+    """Of tokens and heads among the ranks that hold slices of the same sequences."""
+
     fastest: float
     slowest: float
 
@@ -57,9 +60,9 @@ def time_of(wire: Wire, look: Look, step: Step, machine: Machine) -> Time | None
     tokens = step.tokens * step.micro_batches
     compute = passes * tokens * look.flops / machine.flops
     of_experts = passes * tokens * look.expert_flops / machine.flops
-    fsdp, exchange = (
+    fsdp, exchange, attention = (
         intra / machine.intra + (inter / machine.inter if machine.inter else 0) + calls * machine.latency
-        for intra, inter, calls in (wire.of(is_exchange=False), wire.of(is_exchange=True))
+        for intra, inter, calls in (wire.of("fsdp", "efsdp", "replicate", "world"), wire.of("ep"), wire.of("cp"))
     )
     hidden = 0.0
     if num_chunks(step.dispatcher, step.tokens) > 1:
@@ -69,8 +72,9 @@ def time_of(wire: Wire, look: Look, step: Step, machine: Machine) -> Time | None
         compute=compute,
         fsdp=fsdp,
         exchange=exchange,
-        fastest=max(compute, fsdp) + exchange - hidden,
-        slowest=compute + fsdp + exchange,
+        attention=attention,
+        fastest=max(compute, fsdp) + exchange - hidden + attention,
+        slowest=compute + fsdp + exchange + attention,
     )
 
 

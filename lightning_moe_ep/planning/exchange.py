@@ -19,7 +19,7 @@ from lightning_moe_ep.dispatch.overlapped import CHUNKS, MIN_TOKENS
 Phase = Literal["forward", "backward", "step"]
 """When something is sent; "step": once an optimizer step, at its boundary."""
 
-Group = Literal["fsdp", "efsdp", "ep", "replicate", "world"]
+Group = Literal["fsdp", "efsdp", "ep", "cp", "replicate", "world"]
 """Over which dimension of the mesh."""
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]

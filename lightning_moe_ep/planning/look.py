@@ -1,4 +1,4 @@
-"""What a forward of the model shows that its shapes do not: its arithmetic, and how it treats what routers choose.
+"""What a forward of the model shows that its shapes do not: its arithmetic, its attentions, how it treats routings.
 
 A model of transformers on the meta device is run once, without data and without its experts. Of other models nothing
 is known of the inputs, and so they are not run.
@@ -6,7 +6,7 @@ is known of the inputs, and so they are not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_utils import AttentionInterface
 
 from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.experts import find_experts
+from lightning_moe_ep.planning.sequences import Attention
 from lightning_moe_ep.planning.shapes import ModelShapes
 from lightning_moe_ep.planning.wire import Routing
+from lightning_moe_ep.trees import map_tensors
 
 MAX_LENGTH = 512
 """Tokens in the sequence that is run; attention's part grows with its square, and is scaled from there."""
@@ -39,6 +42,9 @@ class Look:
     routing: Mapping[str, Routing] = field(default_factory=dict)
     """By the experts module's name."""
 
+    attentions: tuple[Attention, ...] = ()
+    """Those that go through transformers' attention interface, in the order of the forward."""
+
     assumed: str | None = None
     """Why the arithmetic is that of the parameters alone and routing is taken as usual, if it is."""
 
@@ -56,14 +62,16 @@ def look_at(model: nn.Module, shapes: ModelShapes, *, length: int | None) -> Loo
         return by_parameters(model, shapes, "it is no model of transformers, whose forward could be run without data")
     try:
         # Two lengths, for the products, which grow with the length, and attention, which grows with its square.
-        (one, routing), (two, _) = (_run(model, models[0][1], shapes, size) for size in (MAX_LENGTH // 2, MAX_LENGTH))
+        (one, routing, attentions), (two, *_) = (
+            _run(model, models[0][1], shapes, size) for size in (MAX_LENGTH // 2, MAX_LENGTH)
+        )
     except Exception as error:  # remote code, or a model that needs more than token ids
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         return by_parameters(model, shapes, f"its forward cannot be run without data ({told})")
     per_length = (two - one) / (MAX_LENGTH - MAX_LENGTH // 2)
     of_dense = one - per_length * (MAX_LENGTH // 2)
     of_experts = _expert_flops(shapes)
-    return Look(of_dense + per_length * (length or 0) + of_experts, of_experts, routing)
+    return Look(of_dense + per_length * (length or 0) + of_experts, of_experts, routing, attentions)
 
 
 def by_parameters(model: nn.Module, shapes: ModelShapes, why: str) -> Look:
@@ -91,12 +99,19 @@ def _looked_up(model: nn.Module) -> list[nn.Parameter]:
     return [table for table in tables if table not in others]
 
 
-def _run(whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int) -> tuple[float, dict[str, Routing]]:
-    """Operations of one token's forward, but for the experts', and what is seen of the routing."""
+def _run(
+    whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int
+) -> tuple[float, dict[str, Routing], tuple[Attention, ...]]:
+    """Operations of one token's forward, but for the experts', and what is seen of the routing and the attentions."""
     kept = 0
     at_experts: dict[str, int] = {}
     after_block: dict[str, int] = {}
     weight_bytes: dict[str, int] = {}
+    attentions: dict[str, Attention] = {}
+    names = {module: name for name, module in whole.named_modules()}
+
+    def seen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+        attentions[names[module]] = _attention(names[module], shapes, query, key, value)
 
     def keep(tensor: Tensor) -> Tensor:
         nonlocal kept
@@ -112,7 +127,7 @@ def _run(whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int) -
     def block_ends(name: str, *_: Any) -> None:
         after_block[name] = kept
 
-    with _as_before(whole):
+    with _as_before(whole), _as_computed(whole, shapes), _attending(seen):
         for found in find_experts(whole):
             found.adapter.install(partial(stand_in, found.name), alone=False)
         hooks = [
@@ -134,7 +149,42 @@ def _run(whole: nn.Module, model: nn.Module, shapes: ModelShapes, length: int) -
         for experts in shapes.experts
         if experts.name in weight_bytes
     }
-    return counter.get_total_flops() / length, routing
+    return counter.get_total_flops() / length, routing, tuple(attentions.values())
+
+
+def _attention(name: str, shapes: ModelShapes, query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    numbers = [number for number, p in enumerate(shapes.parameters) if p.name.startswith(f"{name}.")]
+    until = max(numbers, default=-1) + 1
+    return Attention(
+        name=name,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        width=query.shape[3],
+        value_width=value.shape[3],
+        nbytes=query.element_size(),
+        is_trained=any(p.trained for p in shapes.parameters[:until]),
+    )
+
+
+@contextmanager
+def _attending(seen: Callable[[nn.Module, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside, `seen` is told of each attention through transformers' interface: its module, `[B, heads, S, D]` each."""
+    original = AttentionInterface.get_interface
+
+    def get_interface(interface: AttentionInterface, name: str, default: Any) -> Any:
+        function = original(interface, name, default)
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen(module, query, key, value)
+            return function(module, query, key, value, *args, **kwargs)
+
+        return attend
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
 
 
 class _NoExperts(torch.autograd.Function):
@@ -148,6 +198,32 @@ class _NoExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
+
+
+@contextmanager
+def _as_computed(model: nn.Module, shapes: ModelShapes) -> Iterator[None]:
+    """Inside, weights have the dtypes in which FSDP2 gathers them, and what goes into its modules in fp32 is cast."""
+    gathered = {unit.name: unit.gathered for unit in shapes.units}
+    kept = [(model.get_parameter(p.name), gathered.get(p.unit or "")) for p in shapes.parameters]
+    before = [(parameter, parameter.data) for parameter, dtype in kept if dtype is not None]
+    for parameter, dtype in kept:
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+    cast = partial(map_tensors, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+    hooks = [
+        model.get_submodule(unit.name).register_forward_pre_hook(
+            lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True
+        )
+        for unit in shapes.units
+        if unit.role == "fp32"
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in before:
+            parameter.data = data
 
 
 @contextmanager

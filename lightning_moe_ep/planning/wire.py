@@ -27,6 +27,7 @@ from lightning_moe_ep.planning.exchange import (
     num_chunks,
     uniform_rows,
 )
+from lightning_moe_ep.planning.sequences import Attention, exchanges, told
 from lightning_moe_ep.planning.shapes import ExpertsShape, ModelShapes, ParameterShape, UnitShape, part_of
 
 NORM_BYTES = 16
@@ -90,9 +91,9 @@ class Wire:
     def _intra(self, message: Message) -> float:
         return message.nbytes * self.inside[message.group, message.collective == "all_to_all"]
 
-    def of(self, *, is_exchange: bool) -> tuple[float, float, int]:
-        """Bytes inside and between nodes, and collectives, of what dispatchers send or of all else."""
-        messages = [message for message in self.messages if (message.group == "ep") == is_exchange]
+    def of(self, *groups: Group) -> tuple[float, float, int]:
+        """Bytes inside and between nodes, and collectives, of what is sent over any of these groups."""
+        messages = [message for message in self.messages if message.group in groups]
         intra = sum(map(self._intra, messages))
         return intra, sum(message.nbytes for message in messages) - intra, sum(message.calls for message in messages)
 
@@ -124,6 +125,7 @@ def wire_of(
     layers: Mapping[str, Exchanged],
     rows: Mapping[str, Rows] | None = None,
     of_fsdp: Sequence[Message] | None = None,
+    attentions: Sequence[Attention] = (),
 ) -> Wire:
     """What a rank sends in one optimizer step.
 
@@ -138,12 +140,15 @@ def wire_of(
         layers: what each experts module exchanges, by its name; see `layers_of`.
         rows: by the experts module's name, what one micro-batch routes to other ranks; None: uniform routing.
         of_fsdp: what `fsdp_messages` has found for this layout and this `reshard`, if it has been asked.
+        attentions: of the model, for cp > 1.
     """
     messages: list[Message] = list(fsdp_messages(shapes, layout, step) if of_fsdp is None else of_fsdp)
     if layout.ep > 1:
         for experts in shapes.experts:
             once = _of_experts(layers[experts.name], layout, step, None if rows is None else rows[experts.name])
             messages += (_times(message, step.micro_batches) for message in once)
+    if layout.cp > 1:
+        messages += (_times(message, step.micro_batches) for message in _of_attentions(attentions, layout, step))
     messages += _of_boundary(shapes, layout, step)
     messages = [message for message in messages if message.nbytes]
     groups = {message.group for message in messages}
@@ -198,6 +203,13 @@ def _exchanged(shapes: ModelShapes, experts: ExpertsShape, routing: Routing | No
         is_trained=weights or any(p.trained for p in shapes.parameters if p.experts == experts.name),
         returns_again=routing.returns_again if routing else True,
     )
+
+
+def _of_attentions(attentions: Sequence[Attention], layout: Layout, step: Step) -> Iterator[Message]:
+    yield told(step.tokens, cp=layout.cp)
+    recomputed = step.activation_checkpointing == "full"
+    for attention in attentions:
+        yield from exchanges(attention, step.tokens, cp=layout.cp, recomputed=recomputed)
 
 
 def _times(message: Message, number: int) -> Message:
@@ -318,6 +330,7 @@ def _share_inside(group: Group, layout: Layout, devices_per_node: int, *, to_eve
     """
     stride, size = {
         "ep": (1, layout.ep),
+        "cp": (1, layout.cp),
         "efsdp": (layout.ep, layout.efsdp),
         "fsdp": (1, layout.fsdp),
         "replicate": (layout.fsdp, layout.replicate),

@@ -21,6 +21,7 @@ class ChoosingStrategy(ModelParallelStrategy):
     """Chooses ep once the model is known; the same on all ranks."""
 
     replicate: int
+    cp: int
     parallelize_options: dict[str, Any]
     reduce_every_micro_batch: bool
 
@@ -56,7 +57,7 @@ class ChoosingStrategy(ModelParallelStrategy):
                     world=self.world_size,
                     replicate=self.replicate,
                     devices_per_node=self.num_processes,
-                    tokens=_tokens(module),
+                    tokens=_tokens(module, self.cp),
                     micro_batches=module.trainer.accumulate_grad_batches,
                     precision=precision,
                     machine=replace(machine, memory=int(memory)),
@@ -68,8 +69,8 @@ class ChoosingStrategy(ModelParallelStrategy):
         return self.broadcast(answer)
 
 
-def _tokens(module: L.LightningModule) -> int | None:
+def _tokens(module: L.LightningModule, cp: int) -> int | None:
     """Of a micro-batch on one rank, where the data module says so."""
     data = getattr(module.trainer, "datamodule", None)
     length, sequences = getattr(data, "block_size", None), getattr(data, "batch_size", None)
-    return length * sequences if isinstance(length, int) and isinstance(sequences, int) else None
+    return -(-length // cp) * sequences if isinstance(length, int) and isinstance(sequences, int) else None

@@ -8,13 +8,25 @@ from typing import Any, cast, get_args
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_moe_ep.data import Host, PredictionLoader, Uneven, agree, deal_out, in_lockstep, innermost, resumable
+from lightning_moe_ep.data import (
+    Host,
+    PredictionLoader,
+    Uneven,
+    agree,
+    deal_out,
+    in_lockstep,
+    innermost,
+    resumable,
+    seed_workers_alike,
+)
 from lightning_moe_ep.fsdp import drop_unreduced_gradients
 from lightning_moe_ep.strategy.saving import SavingStrategy
 
 
 class LoadingStrategy(SavingStrategy):
-    """No rank waits for one that has no more data."""
+    """No rank waits for one that has no more data, and the ranks of a cp group have the same."""
+
+    cp: int
 
     def __init__(self, *, uneven: Uneven, **options: Any) -> None:
         if uneven not in get_args(Uneven):
@@ -38,23 +50,24 @@ class LoadingStrategy(SavingStrategy):
         if self._injects:
             self._injected = True
             return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.world_size // self.cp, "rank": self.global_rank // self.cp}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Let all ranks take equally many batches, and keep the position in a training epoch."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        host = Host(self.meshes.host_group)
+        host = Host(self.meshes.host_group, cp=self.cp)
         name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         # A CombinedLoader of the user's keeps what stood around its loaders in an earlier run.
         dataloader = innermost(dataloader)
         if self._injected:
             self._injected = False
-            deal_out(dataloader, rank=host.rank, world_size=host.size)
+            deal_out(dataloader, rank=host.rank // host.cp, num_replicas=host.size // host.cp)
+        seed_workers_alike(dataloader, host)
         lengths = agree(dataloader, host, name)
         if trainer.predicting:
-            if lengths.sure or host.size == 1:
+            if (lengths.sure or host.size == 1) and host.cp == 1:
                 return dataloader
             longest = None if lengths.known is None else max(lengths.known)
             return PredictionLoader(

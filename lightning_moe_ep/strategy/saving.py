@@ -149,7 +149,7 @@ class SavingStrategy(LaunchingStrategy):
             averages=averaging.make if averaging and fitting else None,
         )
         if fitting:
-            self._resumption.read(checkpoint)
+            self._resumption.read(checkpoint, cp=self.layout.cp)
             # A module may have asked for `estimated_stepping_batches` in `configure_optimizers`: its loader was then
             # set up, and begun, before the position was known. Lightning sets it up again, at the position.
             self.lightning_module.trainer.fit_loop._combined_loader = None

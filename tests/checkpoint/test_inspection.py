@@ -44,12 +44,12 @@ def test_a_model_of_transformers(trained: Path, family: str, form: str) -> None:
     assert found.parameters == sum(value.numel() for value in weights.values())
     assert found.dtypes == {"float32": found.parameters}
     assert found.size == sum(f.stat().st_size for f in (path.iterdir() if path.is_dir() else [path]))
-    assert found.layout == (None if form == "huggingface" else {"replicate": 1, "efsdp": 1, "ep": 2})
+    assert found.layout == (None if form == "huggingface" else {"replicate": 1, "efsdp": 1, "ep": 2, "cp": 1})
     assert (found.step, found.optimizers) == ((None, 0) if form == "huggingface" else (1, 1))
     text = found.text()
     assert f"{found.parameters:,} float32" in text and "8 in each of 2 layers" in text
     assert text.endswith("Nothing wrong was found.")
-    assert ("saved at    replicate 1, efsdp 1, ep 2, step 1" in text) == (form != "huggingface")
+    assert ("saved at    replicate 1, efsdp 1, ep 2, cp 1, step 1" in text) == (form != "huggingface")
     assert json.loads(json.dumps(found.as_dict()))["parameters"] == found.parameters
 
 

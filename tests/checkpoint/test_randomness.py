@@ -43,3 +43,16 @@ def test_other_ranks_draw_numbers_of_their_own_the_same_each_time() -> None:
         drawn.append(draw())
     assert drawn[0] == drawn[2]
     assert not set(drawn[0]) & set(drawn[1])
+
+
+def test_ranks_that_come_to_share_their_data_draw_alike() -> None:
+    states = [random_state()]
+    draw()
+    states.append(random_state())
+    drawn = {}
+    for name, saved, cp, world in (("alike", 1, 2, 2), ("as it was", 2, 2, 2), ("fewer saved", 1, 2, 4)):
+        for rank in range(world):
+            restore_random_state(states, rank, world, cp=cp, saved_cp=saved)
+            drawn[name, rank] = draw()
+    assert drawn["alike", 0] == drawn["alike", 1] == drawn["as it was", 0] != drawn["as it was", 1]
+    assert drawn["fewer saved", 0] == drawn["fewer saved", 1] != drawn["fewer saved", 2] == drawn["fewer saved", 3]

@@ -35,7 +35,7 @@ def test_a_model_of_ones_own(ranks: RankPool, tmp_path: Path, form: str) -> None
     ((matrices, vectors),) = record.pop("optimizers")
     assert record == {
         "version": lightning_moe_ep.__version__,
-        "layout": {"replicate": 1, "efsdp": 2, "ep": 2},
+        "layout": {"replicate": 1, "efsdp": 2, "ep": 2, "cp": 1},
         "experts": {"model.blocks.0.moe.experts": 8, "model.blocks.1.moe.experts": 8},
         "models": {},
         "pieces": {},

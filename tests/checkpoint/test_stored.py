@@ -55,7 +55,7 @@ def test_a_folder_is_what_lightning_reads(saved: Path) -> None:
     check_same(whole(opened.weights), right.pop("state_dict"))
     check_same(whole(opened.optimizers), [right.pop("optimizer_0")])
     check_same(opened.rest, right)
-    assert opened.record["layout"] == {"replicate": 1, "efsdp": 2, "ep": 2}
+    assert opened.record["layout"] == {"replicate": 1, "efsdp": 2, "ep": 2, "cp": 1}
 
 
 def test_a_file_is_what_torch_reads(saved: Path) -> None:

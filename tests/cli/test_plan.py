@@ -84,7 +84,19 @@ def test_what_is_asked(typed: Typed, tmp_path: Path) -> None:
     assert typed(*CONFIG, "--world", 8, *figures, best=Fits())[1] == "everything\n"
     machine = typed.asked["machine"]  # type: ignore[attr-defined]
     assert (machine.flops, machine.intra, machine.inter, machine.memory) == (1e14, 2e11, 2e10, None)
+    assert typed.asked["cp"] is None  # type: ignore[attr-defined]
+    assert typed(*CONFIG, "--cp", 1, 4, "--world", 8, best=Fits())[0] == 0
+    assert typed.asked["cp"] == [1, 4]  # type: ignore[attr-defined]
     assert (tmp_path / "a.png").exists()
+
+
+def test_the_environment_is_read_as_by_fit(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_FIT__CONFIG", str(QUICKSTART))
+    monkeypatch.setenv("PL_FIT__TRAINER__PRECISION", "bf16-true")
+    status, _, told = typed("--world", 8, best=Fits())
+    asked = typed.asked  # type: ignore[attr-defined]
+    assert (status, asked["length"], asked["precision"]) == (0, 256, "bf16-true")
+    assert "args parameter" not in told
 
 
 def test_exit_status(typed: Typed) -> None:

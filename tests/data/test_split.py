@@ -22,7 +22,7 @@ def test_each_sample_is_one_ranks(stream: IterableDataset[int], workers: int) ->
     parts = [
         [int(item["n"] if isinstance(item, dict) else item) for item in loader]
         for loader in (
-            DataLoader(split_by_rank(stream, rank=rank, world_size=3), batch_size=None, num_workers=workers)
+            DataLoader(split_by_rank(stream, rank=rank, num_replicas=3), batch_size=None, num_workers=workers)
             for rank in range(3)
         )
     ]
@@ -32,6 +32,6 @@ def test_each_sample_is_one_ranks(stream: IterableDataset[int], workers: int) ->
 
 def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(TypeError, match="list is a map-style dataset, which Lightning's sampler splits by rank"):
-        split_by_rank([1, 2], rank=0, world_size=2)
+        split_by_rank([1, 2], rank=0, num_replicas=2)
     with pytest.raises(ValueError, match="rank=2 is not one of the 2 ranks, 0 to 1"):
-        split_by_rank(Counting(), rank=2, world_size=2)
+        split_by_rank(Counting(), rank=2, num_replicas=2)

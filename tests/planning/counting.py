@@ -12,12 +12,14 @@ from unittest.mock import patch
 import lightning.pytorch as L
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy
 from lightning_moe_ep.dispatch import AllToAllDispatcher, ExpertGroup
 from lightning_moe_ep.planning.exchange import Message, Rows
 from lightning_moe_ep.rows import is_recomputation
 from tests.parity import Case, CaseModule, trainer
+from tests.tools.plan.runs import loss_of_slice
 
 Sent = dict[tuple[str, str], float]
 """Bytes by phase and collective."""
@@ -54,7 +56,7 @@ class CountSent(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         meshes = trainer.strategy.meshes
-        host = {id(group) for group in (meshes.host_group, meshes.host_ep_group)}
+        host = {id(group) for group in (meshes.host_group, meshes.host_ep_group, meshes.host_cp_group)}
 
         def counting(name: str, original: Any) -> Any:
             signature = inspect.signature(original)
@@ -98,6 +100,20 @@ class CountSent(L.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._patches.close()
+
+
+class SlicedModule(CaseModule):
+    """Slices of sequences, of which the ranks of a cp group are given the same."""
+
+    def train_dataloader(self) -> Any:
+        groups = self.trainer.strategy.cp
+        batches = [batch for step in self.case.batches() for batch in step[dist.get_rank() // groups]]
+        return DataLoader(batches, batch_size=None)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        meshes, ids = self.trainer.strategy.meshes, batch["input_ids"]
+        batch = {"input_ids": ids, "labels": ids}
+        return loss_of_slice(self.model, batch, meshes.layout.cp, meshes.cp_rank)
 
 
 def rows_of(index: Tensor, group: ExpertGroup) -> Any:

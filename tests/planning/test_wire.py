@@ -15,7 +15,7 @@ from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.planning.wire import Step, Wire, host_calls, layers_of, wire_of
 from tests.matrix import mostly_more
 from tests.parity import Case, CaseModule
-from tests.planning.counting import counted, predicted, rows_between
+from tests.planning.counting import SlicedModule, counted, predicted, rows_between
 from tests.pool import RankPool
 
 
@@ -30,7 +30,7 @@ def shapes_and_look(case: Case) -> tuple[ModelShapes, Look]:
 def step_of(case: Case) -> Step:
     options = case.strategy
     return Step(
-        tokens=max(max(of_rank) for of_rank in case.tokens),
+        tokens=max(max(of_rank) for of_rank in case.tokens) // options.get("cp", 1),
         micro_batches=len(case.tokens[0]),
         reduce_every_micro_batch=options.get("reduce_every_micro_batch", False),
         reshard=options.get("reshard_after_forward", True),
@@ -41,8 +41,16 @@ def step_of(case: Case) -> Step:
 
 
 def plan(case: Case, shapes: ModelShapes, look: Look, **options: Any) -> Wire:
-    layout = Layout.for_world(case.world, ep=case.ep, replicate=case.replicate)
-    return wire_of(shapes, layout, step_of(case), devices_per_node=8, layers=layers_of(shapes, look.routing), **options)
+    layout = Layout.for_world(case.world, ep=case.ep, replicate=case.replicate, cp=case.strategy.get("cp", 1))
+    return wire_of(
+        shapes,
+        layout,
+        step_of(case),
+        devices_per_node=8,
+        layers=layers_of(shapes, look.routing),
+        attentions=look.attentions,
+        **options,
+    )
 
 
 class UniformRouter(TopKRouter):
@@ -87,6 +95,37 @@ def test_all_gather_and_fsdp_to_the_byte(ranks: RankPool, case: Case) -> None:
         assert sent == expected
 
 
+FEW_KEYS = {"num_attention_heads": 4, "num_key_value_heads": 1}
+
+
+IN_SLICES = [
+    Case(
+        kind="qwen3_moe",
+        world=2,
+        tokens=((24, 24),),
+        precision="bf16-mixed",
+        model=FEW_KEYS,
+        strategy={**GATHERED, "cp": 2, "activation_checkpointing": "full"},
+    ),
+    Case(kind="qwen3_moe", world=4, tokens=((24,),), strategy={**GATHERED, "cp": 4}),
+    Case(kind="mixtral", world=4, model=FEW_KEYS, strategy={**GATHERED, "cp": 2}, frozen="layers.0|embed"),
+    Case(
+        kind="qwen3_moe",
+        world=2,
+        ep=1,
+        strategy={"cp": 2, "activation_checkpointing": "selective"},
+        frozen="layers.0.mlp.experts",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", mostly_more(IN_SLICES, IN_SLICES[0]))
+def test_what_attentions_exchange_to_the_byte(ranks: RankPool, case: Case) -> None:
+    expected = predicted(plan(case, *shapes_and_look(case)).messages)
+    for sent, _, _ in ranks.run(counted, case, SlicedModule, world=case.world):
+        assert sent == expected
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -127,7 +166,7 @@ def test_all_to_all_to_the_byte_given_the_routing(ranks: RankPool, case: Case) -
         Case(kind="qwen3_moe", world=2, strategy={**GATHERED, "activation_checkpointing": "selective"}),
         Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.gate|layers.0|embed"),
         Case(kind="qwen3_moe", world=2, strategy=GATHERED, frozen="mlp.experts"),
-        Case(kind="mixtral", world=2, ep=1, precision="bf16-mixed", strategy={"fp32_modules": ["mlp.gate"]}),
+        Case(kind="mixtral", world=2, precision="bf16-mixed", strategy={**GATHERED, "fp32_modules": ["mlp.gate"]}),
     ],
 )
 def test_all_gather_recomputed_frozen_in_fp32(ranks: RankPool, case: Case) -> None:

@@ -178,8 +178,8 @@ def test_ranks_stop_together(ranks: RankPool) -> None:
     assert not second["fit"] and not second["test"], "warnings are rank 0's"
     assert first["the same stream"] == [
         "the test_dataloaders of ranks 0, 1 begin with the same batch. Lightning does not split streams, nor what has a"
-        " sampler of its own, by rank: use `split_by_rank(dataset, rank=self.trainer.global_rank,"
-        " world_size=self.trainer.world_size)`, or all ranks compute the same"
+        " sampler of its own, by rank: use `split_by_rank(dataset, **self.trainer.distributed_sampler_kwargs)`, or all"
+        " ranks compute the same"
     ]
 
 
@@ -272,8 +272,8 @@ def test_what_goes_wrong_on_one_rank_is_told_on_all(ranks: RankPool) -> None:
         " sampler that it is made with, so its samples cannot be dealt out to ranks; keep it as self.sampler, or set"
         " Trainer(use_distributed_sampler=False) and deal them out yourself",
         "predict_step with an iterator": "ValueError: a predict_step that takes dataloader_iter needs the same known"
-        " number of batches on every rank, as a rank that has no more has to repeat its last batch; let predict_step"
-        " take the batch",
+        " number of batches on every rank, and cp=1, as a rank that has no more has to repeat its last batch; let"
+        " predict_step take the batch",
     }
     for case, text in same.items():
         assert first.pop(case) == second.pop(case) == [text], case
@@ -392,7 +392,9 @@ def _predict() -> dict[str, Any]:
         "streams": predict(of_rank([0, 1, 2], [10], [], kind=Stream)),
         "one stream is empty": predict(of_rank([], [10, 11], kind=Stream), of_rank([3], [], kind=Stream)),
         "2 batches of streams": predict(of_rank([0, 1, 2], [10], kind=Stream), limit_predict_batches=2),
-        "split stream": predict(DataLoader(split_by_rank(Stream(list(range(5))), rank=dist.get_rank(), world_size=2))),
+        "split stream": predict(
+            DataLoader(split_by_rank(Stream(list(range(5))), rank=dist.get_rank(), num_replicas=2))
+        ),
         "stream that promises more": predict(of_rank([0, 1, 2], [10], kind=Sized)),
     }
 

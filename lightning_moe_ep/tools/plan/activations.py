@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -21,13 +22,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing, wrap_forwards
 from lightning_moe_ep.causal_lm import summed_loss
+from lightning_moe_ep.context_parallel import shard_sequences, spread_attention
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
 from lightning_moe_ep.fake_tensors import no_data
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.mesh import Meshes, build_meshes
 from lightning_moe_ep.planning.shapes import kind_of
 from lightning_moe_ep.precision import FSDP2Precision
 from lightning_moe_ep.tools.plan.apart import run_apart
-from lightning_moe_ep.tools.plan.kernels import kernels
+from lightning_moe_ep.tools.plan.kernels import kernels, unpadded
 from lightning_moe_ep.tools.plan.tracking import Tracker, without_data
 from lightning_moe_ep.tools.plan.uniform import UNIFORM, uniform_here
 from lightning_moe_ep.trees import map_tensors, tensors_of
@@ -36,8 +40,9 @@ from lightning_moe_ep.units import Units, find_units, top_level_modules
 Moment = Literal["before", "after", "output", "turn", "before backward", "after backward", "end"]
 """Of a block: before and after its forward and its backward. Of the model: its output, the loss, the end."""
 
-Step = Callable[[nn.Module], Tensor]
-"""From the model, or the LightningModule, to the loss of a batch without data; makes the batch, too."""
+Step = Callable[[nn.Module, int], Tensor]
+"""From the model, or the LightningModule, to the loss of a batch without data; makes the batch, too, or its slice for a
+rank of so many."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +86,30 @@ class Way:
     device_type: str = "cuda"
     """Where it is to run; other than on "cpu", attention is one kernel that keeps no scores."""
 
+    cp: int = 1
+    """Ranks that hold slices of the same sequences."""
+
 
 @dataclass(frozen=True)
 class CausalLM:
     """The step of `CausalLMModule`, and of transformers' language models: the loss of each next token."""
 
     sequences: int
-    """Of a micro-batch on one rank."""
+    """Of a micro-batch on one rank, or of the cp ranks that hold slices of them."""
 
     tokens: int
     """Of each sequence."""
 
-    def __call__(self, module: nn.Module) -> Tensor:
+    def tokens_of(self, layout: Layout) -> int:
+        """Of a rank in a micro-batch."""
+        return self.sequences * -(-self.tokens // layout.cp)
+
+    def __call__(self, module: nn.Module, cp: int) -> Tensor:
         model: Any = module.model if isinstance(module, L.LightningModule) else module
         ids = torch.zeros(self.sequences, self.tokens, dtype=torch.int64)
-        output = model(input_ids=ids, use_cache=False)
-        total, _ = summed_loss(output.logits, ids)
+        batch = {"input_ids": ids} if cp == 1 else shard_sequences({"input_ids": ids}, rank=0, size=cp)
+        output = model(**batch, use_cache=False)
+        total, _ = summed_loss(output.logits, batch["input_ids"])
         aux_loss = getattr(output, "aux_loss", None)
         return total if aux_loss is None else total + aux_loss
 
@@ -127,7 +140,7 @@ def trace(
             raise ValueError(
                 f"what dispatcher={way.dispatcher!r} keeps for backward is not known; plan with one of {list(UNIFORM)}"
             )
-    world = max(way.ep for way in ways)
+    world = lcm(*(size for way in ways for size in (way.ep, way.cp)))
     return run_apart(world, 0, traces, build, step, list(ways), precision, list(fp32_modules))
 
 
@@ -136,6 +149,8 @@ def traces(
 ) -> list[Trace]:
     """The same, in a process that has no other use, as rank 0 of a fake process group."""
     groups = {ep: dist.new_group(list(range(ep))) for ep in sorted({way.ep for way in ways})}
+    layouts = [Layout.for_world(dist.get_world_size(), ep=1, cp=cp) for cp in sorted({way.cp for way in ways} - {1})]
+    meshes = {layout.cp: build_meshes(layout, "cpu") for layout in layouts}
     plugin = FSDP2Precision(precision)
     plugin.fp32_modules = fp32_modules
     model = build()
@@ -148,7 +163,8 @@ def traces(
     copies = [tuple(names[like] for like in alike) for alike in kept.values()]
     # What is left is small, and each way has its own.
     return [
-        _trace(copy.deepcopy(model), copies, step, way, groups[way.ep], plugin.policy, fp32_modules) for way in ways
+        _trace(copy.deepcopy(model), copies, step, way, groups[way.ep], meshes.get(way.cp), plugin.policy, fp32_modules)
+        for way in ways
     ]
 
 
@@ -165,6 +181,7 @@ def _trace(
     step: Step,
     way: Way,
     group: dist.ProcessGroup,
+    meshes: Meshes | None,
     policy: MixedPrecisionPolicy,
     fp32_modules: Sequence[str],
 ) -> Trace:
@@ -174,14 +191,16 @@ def _trace(
     names = {block: alike[0] for block, alike in zip(kept, copies, strict=True)}
     counts = {found: found.num_experts for found in experts}
     _as_computed(model, units, experts, way.ep, policy)
+    if meshes is not None:
+        spread_attention(model, meshes, mode="ulysses")
     with no_data():
         without_data(model)
         for found, num_experts in counts.items():
             _install(found, num_experts, way, group)
         wrap_forwards(kept, activation_checkpointing=way.activation_checkpointing, compiles=False)
         _cast(units, kept, policy)
-        with kernels(fused_attention=way.device_type != "cpu"):
-            events = _watch(model, units.roots, kept, names, step)
+        with kernels(fused_attention=way.device_type != "cpu"), unpadded():
+            events = _watch(model, units.roots, kept, names, lambda model: step(model, way.cp))
     return Trace(events=tuple(events), copies={alike[0]: alike for alike in copies})
 
 
@@ -265,7 +284,7 @@ def _watch(
     roots: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
     names: Mapping[nn.Module, str],
-    step: Step,
+    step: Callable[[nn.Module], Tensor],
 ) -> list[Event]:
     tracker, events = Tracker(), list[Event]()
     tracker.track_external(model)

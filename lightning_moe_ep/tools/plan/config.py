@@ -14,11 +14,10 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
-from typing_extensions import override
 
 from lightning_moe_ep.precision import SUPPORTED
+from lightning_moe_ep.tools.reading import FitArguments
 
 _PRECISIONS = {None: "32-true", "32": "32-true", "bf16": "bf16-mixed"}
 """What Lightning calls those of `SUPPORTED` too."""
@@ -58,7 +57,7 @@ def read_run(arguments: Sequence[str]) -> Run:
         SystemExit: what jsonargparse does where they are wrong, after it has said why.
         ValueError: the precision is not supported.
     """
-    config = _Reader(list(arguments)).config
+    config = FitArguments(arguments).of_fit
     trainer, data = config.trainer, config.get("data")
     precision = trainer.precision if trainer.precision is None else str(trainer.precision)
     precision = _PRECISIONS.get(precision, precision)
@@ -82,9 +81,9 @@ def build_module(arguments: Sequence[str]) -> L.LightningModule:
     Raises:
         ValueError: its code makes weights for real, which `from_pretrained` does.
     """
-    reader = _Reader(list(arguments))
+    given = FitArguments(arguments)
     with torch.device("meta"):
-        module: L.LightningModule = reader.parser.instantiate_classes(Namespace(model=reader.config.model)).model
+        module = given.make_module()
     return configured(module)
 
 
@@ -107,40 +106,6 @@ def configured(module: L.LightningModule) -> L.LightningModule:
     finally:
         module._trainer = None
     return module
-
-
-class _Reader(LightningCLI):
-    """Reads what `fit` would be given."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=None,
-            seed_everything_default=False,
-            args=arguments,
-            run=False,
-        )
-
-    @override
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_core_arguments_to_parser(parser)
-        parser.add_argument("--ckpt_path", type=Any, default=None, help="Not looked at.")
-
-    @override
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
-
-    @override
-    def _set_seed(self) -> None:
-        """A plan draws nothing."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Nothing: a Trainer would look for its devices, and data for its files."""
 
 
 def _strategy(given: Any) -> dict[str, Any] | None:

@@ -35,19 +35,21 @@ class Candidate:
     reshard: bool
     activation_checkpointing: ActivationCheckpointing
 
-    def step(self, step: Step) -> Step:
-        """The step with these options."""
+    def step(self, step: Step, tokens: int) -> Step:
+        """The step with these options, in which a rank has `tokens` tokens."""
         return replace(
             step,
+            tokens=tokens,
             dispatcher=self.dispatcher,
             reshard=self.reshard,
             activation_checkpointing=self.activation_checkpointing,
         )
 
     def __str__(self) -> str:
+        cp = f" cp={self.layout.cp}," if self.layout.cp > 1 else ""
         dispatcher = f" dispatcher={self.dispatcher!r}," if self.layout.ep > 1 else ""
         return (
-            f"ep={self.layout.ep}, replicate={self.layout.replicate},{dispatcher}"
+            f"ep={self.layout.ep}, replicate={self.layout.replicate},{cp}{dispatcher}"
             f" reshard_after_forward={self.reshard}, activation_checkpointing={self.activation_checkpointing!r}"
         )
 
@@ -90,12 +92,12 @@ class Row:
     """Why it does not fit; None: it does, or the device's memory is not known."""
 
 
-def candidates(shapes: ModelShapes, world: int) -> Iterator[Candidate]:
-    """All that the world and the experts admit."""
+def candidates(shapes: ModelShapes, world: int, *, cp: int = 1) -> Iterator[Candidate]:
+    """All that the world and the experts admit, at this cp."""
     common = gcd(*(experts.num_experts for experts in shapes.experts))
     for ep in divisors_of(gcd(common, world)):
         for replicate in divisors_of(world // ep):
-            layout = Layout.for_world(world, ep=ep, replicate=replicate)
+            layout = Layout.for_world(world, ep=ep, replicate=replicate, cp=cp)
             for dispatcher in DISPATCHERS if ep > 1 else ("-",):
                 # Where FSDP2 shards nothing there is nothing to free between forward and backward.
                 for reshard in (True, False) if layout.fsdp > 1 else (True,):
@@ -109,6 +111,7 @@ def rows_of(
     considered: Sequence[Candidate],
     *,
     step: Step,
+    tokens_of: Callable[[Layout], int],
     look: Look,
     machine: Machine,
     devices_per_node: int,
@@ -121,6 +124,7 @@ def rows_of(
         shapes: of the model.
         considered: the candidates.
         step: what a step is made of, but for what a candidate says.
+        tokens_of: of a rank in a micro-batch.
         look: what a token computes.
         machine: what is known of it.
         devices_per_node: ranks of a node.
@@ -134,7 +138,7 @@ def rows_of(
         return tuple(fsdp_messages(shapes, layout, replace(step, reshard=reshard)))
 
     for candidate in considered:
-        of_step = candidate.step(step)
+        of_step = candidate.step(step, tokens_of(candidate.layout))
         wire = wire_of(
             shapes,
             candidate.layout,
@@ -142,6 +146,7 @@ def rows_of(
             devices_per_node=devices_per_node,
             layers=layers,
             of_fsdp=of_fsdp(candidate.layout, candidate.reshard),
+            attentions=look.attentions,
         )
         needs = needs_of(candidate)
         rows.append(
@@ -154,15 +159,18 @@ def rows_of(
                 too_large=_too_large(needs, machine.usable),
             )
         )
-    return sorted(rows, key=_order)
+    return sorted(rows, key=order)
 
 
-def _order(row: Row) -> tuple[float, ...]:
+def order(row: Row) -> tuple[float, ...]:
+    """Rows that fit first; the best of them, for the same number of tokens, at the top."""
     kept = get_args(ActivationCheckpointing).index(row.candidate.activation_checkpointing)
     if row.too_large is not None:
         return 1, row.needs.peak
     # Without figures of the machine: what computes nothing twice, then what sends least.
-    best = (row.time.middle, kept) if row.time is not None else (float(kept), cost_of(row.wire))
+    # Times cp: so many steps have as many sequences as one at cp=1.
+    cp = row.candidate.layout.cp
+    best = (row.time.middle * cp, kept) if row.time is not None else (float(kept), cost_of(row.wire) * cp)
     return 0, *best, row.needs.peak
 
 
@@ -175,18 +183,27 @@ def _too_large(needs: Needs, usable: int | None) -> str | None:
 
 
 def reason_for(best: Row, rows: Sequence[Row]) -> str:
-    """Why the first row is recommended, against the best of another ep."""
-    fitting = [row for row in rows if row.too_large is None]
-    other = next((row for row in fitting if row.candidate.layout.ep != best.candidate.layout.ep), None)
+    """Why the first row is recommended, against the best of another ep or cp."""
+    several = len({row.candidate.layout.cp for row in rows}) > 1
+    others = [row for row in rows if _sizes(row) != _sizes(best)]
+    other = next((row for row in others if row.too_large is None), None)
     if other is None:
-        return "no other ep fits" if len({row.candidate.layout.ep for row in rows}) > 1 else "no other ep is possible"
-    than = f"the best of ep={other.candidate.layout.ep}"
+        return f"no other ep{' or cp' if several else ''} {'fits' if others else 'is possible'}"
+    ep, cp = _sizes(other)
+    than = f"the best of ep={ep}{f', cp={cp}' if several else ''}"
+    # A step has fewer sequences at a larger cp.
+    share = cp / best.candidate.layout.cp
+    for_as_many = "" if share == 1 else " for as many tokens"
     if best.time is not None and other.time is not None:
-        return f"{best.time.middle:.3g} s a step, where {than} takes {other.time.middle:.3g} s"
+        return f"{best.time.middle:.3g} s a step, where {than} takes {other.time.middle * share:.3g} s{for_as_many}"
     if best.candidate.activation_checkpointing != other.candidate.activation_checkpointing:
         return f"it fits without computing anything twice, where {than} does not"
     ours, theirs = best.wire, other.wire
     return (
         f"a rank sends {ours.intra / 1e9:,.3g} GB inside and {ours.inter / 1e9:,.3g} GB between nodes a step; with"
-        f" {than} {theirs.intra / 1e9:,.3g} and {theirs.inter / 1e9:,.3g} GB"
+        f" {than} {theirs.intra * share / 1e9:,.3g} and {theirs.inter * share / 1e9:,.3g} GB{for_as_many}"
     )
+
+
+def _sizes(row: Row) -> tuple[int, int]:
+    return row.candidate.layout.ep, row.candidate.layout.cp

@@ -50,6 +50,7 @@ def needs_by(
     def way_of(candidate: Candidate) -> Way:
         return Way(
             ep=candidate.layout.ep,
+            cp=candidate.layout.cp,
             dispatcher=candidate.dispatcher,
             activation_checkpointing=candidate.activation_checkpointing,
             computation=options.get("computation", "auto"),

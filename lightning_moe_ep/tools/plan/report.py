@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.planning.machine import Machine
 from lightning_moe_ep.tools.plan.layouts import Row
 
@@ -39,7 +40,7 @@ class Plan:
     world: int
     devices_per_node: int
     tokens: int
-    """Of a micro-batch on one rank."""
+    """Of a micro-batch on one rank, or on the cp ranks that hold slices of its sequences."""
 
     micro_batches: int
     precision: str
@@ -51,6 +52,10 @@ class Plan:
 
     notes: tuple[str, ...]
     """What was assumed of this run."""
+
+    @property
+    def _cps(self) -> set[int]:
+        return {row.candidate.layout.cp for row in self.rows}
 
     @property
     def fitting(self) -> int:
@@ -81,7 +86,8 @@ class Plan:
         """A table of the best layouts, or of all of them, and the recommendation."""
         head = (
             f"{self.parameters:,} parameters on {self.world} ranks, {self.devices_per_node} a node,"
-            f" {self.precision}, {', '.join(self.optimizers)}; {self.tokens:,} tokens a rank and micro-batch,"
+            f" {self.precision}, {', '.join(self.optimizers)}; {self.tokens:,} tokens a"
+            f" {'group of cp ranks' if self._cps != {1} else 'rank'} and micro-batch,"
             f" {self.micro_batches} a step"
         )
         lines = [head, *self._of_machine(), ""]
@@ -101,7 +107,7 @@ class Plan:
         return "\n".join(lines)
 
     def picture(self, file: str | Path) -> None:
-        """Draw the memory of the best layout of each (ep, replicate), by its parts, into a PNG.
+        """Draw the memory of the best way of each layout, by its parts, into a PNG.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -110,9 +116,9 @@ class Plan:
         check_picture(file)
         from matplotlib.figure import Figure
 
-        chosen: dict[tuple[int, int], Row] = {}
+        chosen: dict[Layout, Row] = {}
         for row in self.rows:
-            chosen.setdefault((row.candidate.layout.ep, row.candidate.layout.replicate), row)
+            chosen.setdefault(row.candidate.layout, row)
         rows = sorted(chosen.values(), key=lambda row: row.needs.peak)[:SHOWN]
         figure = Figure(figsize=(9, 1.6 + 0.32 * len(rows)), layout="constrained")
         axes = figure.subplots()
@@ -138,10 +144,12 @@ class Plan:
             yield f"A device of {machine.memory / _GIB:,.1f} GiB{f' ({machine.name})' if machine.name else ''}"
 
     def _columns(self) -> list[str]:
-        columns = ["ep", "efsdp", "replicate", "dispatcher", "reshard", "recompute"]
+        columns = ["ep", "efsdp", "replicate", *(["cp"] if self._cps != {1} else [])]
+        columns += ["dispatcher", "reshard", "recompute"]
         columns += ["params", "grads", "optim", "gathered", "activ", "peak GiB"]
         columns += ["GB in node", "GB between"]
         columns += ["s a step"] if any(row.time is not None for row in self.rows) else []
+        columns += ["tokens a step"] if len(self._cps) > 1 else []
         columns += ["load GiB"] if any(row.host_load is not None for row in self.rows) else []
         return [*columns, ""]
 
@@ -156,11 +164,14 @@ class Plan:
             needs.peak,
         )
         cells = [str(size) for size in (candidate.layout.ep, candidate.layout.efsdp, candidate.layout.replicate)]
+        cells += [str(candidate.layout.cp)] if self._cps != {1} else []
         cells += [candidate.dispatcher, "yes" if candidate.reshard else "no", candidate.activation_checkpointing]
         cells += [_short(size / _GIB) for size in sizes]
         cells += [_short(row.wire.intra / _GB), _short(row.wire.inter / _GB)]
         if any(other.time is not None for other in self.rows):
             cells.append(f"{row.time.fastest:.3g} to {row.time.slowest:.3g}" if row.time is not None else "")
+        if len(self._cps) > 1:
+            cells.append(f"{self.tokens * self.micro_batches * candidate.layout.data_parallel:,}")
         if any(other.host_load is not None for other in self.rows):
             cells.append(_short((row.host_load or 0) / _GIB))
         marks = ["recommended"] * (row is self.best) + ["yours"] * (row is self.yours)
@@ -170,8 +181,8 @@ class Plan:
     def _recommendation(self) -> Iterable[str]:
         if self.best is None:
             yield (
-                "Nothing fits: use more ranks, fewer tokens a rank, a smaller optimizer state (bf16-true), or"
-                " cpu_offload=True"
+                "Nothing fits: use more ranks, fewer tokens a rank, a larger cp, a smaller optimizer state (bf16-true),"
+                " or cpu_offload=True"
             )
             return
         built = "; built at this world's size, it has these bytes" if self.confirmed else ""
@@ -205,7 +216,8 @@ def _short(number: float) -> str:
 
 def _name(row: Row) -> str:
     layout = row.candidate.layout
-    return f"ep {layout.ep}, efsdp {layout.efsdp}, replicate {layout.replicate}"
+    cp = f", cp {layout.cp}" if layout.cp > 1 else ""
+    return f"ep {layout.ep}, efsdp {layout.efsdp}, replicate {layout.replicate}{cp}"
 
 
 def _as_dict(row: Row) -> dict[str, Any]:

@@ -135,13 +135,17 @@ def judge(measured: Measured, single: Single) -> Verdict:
 
 
 def _judge_data(measured: Measured, verdict: Verdict) -> None:
-    """Ranks whose batches of all steps are equal."""
+    """Ranks whose batches of all steps are equal, and ranks of one cp group whose batches are not."""
+    layout = measured.phases[0].layout
     everything = [
-        "".join(digest_of(batch) for phase in measured.phases for batch in phase.step.batches[rank])
-        for rank in range(measured.phases[0].layout.world)
+        "".join(digest_of(batch) for phase in measured.phases for batch in phase.step.batches[group])
+        for group in range(layout.data_parallel)
     ]
+    for phase in measured.phases:
+        for ranks in phase.step.unlike:
+            verdict.add(faults.unlike_batches(ranks))
     for digest in dict.fromkeys(everything):
-        ranks = [rank for rank, other in enumerate(everything) if other == digest]
+        ranks = [group * layout.cp for group, other in enumerate(everything) if other == digest]
         if len(ranks) > 1:
             verdict.add(faults.same_batch(ranks))
 
@@ -163,7 +167,8 @@ def _judge_start(phase: Phase, verdict: Verdict) -> None:
 
 def _judge_losses(phase: Phase, answer: Answer, verdict: Verdict) -> None:
     largest, wrong = 0.0, {}
-    for rank, (ours, right) in enumerate(zip(phase.step.losses, answer.losses, strict=True)):
+    first_ranks = range(0, phase.layout.world, phase.layout.cp)
+    for rank, ours, right in zip(first_ranks, phase.step.losses, answer.losses, strict=True):
         for mine, theirs in zip(ours, right, strict=True):
             error = abs(mine - theirs) / max(abs(theirs), 1e-12)
             if not error <= TOLERANCE:
@@ -241,7 +246,13 @@ def _tell_factors(factors: Mapping[str, float], parts: Mapping[str, str], layout
     for name, factor in factors.items():
         part = "expert" if parts[name] == "expert adapter" else parts[name]
         groups[part, f"{factor:.2g}"].append(name)
-    sizes = {"ep": layout.ep, "efsdp": layout.efsdp, "replicate": layout.replicate, "world": layout.world}
+    sizes = {
+        "ep": layout.ep,
+        "efsdp": layout.efsdp,
+        "replicate": layout.replicate,
+        "cp": layout.cp,
+        "world": layout.world,
+    }
     for (part, _), names in groups.items():
         factor = factors[names[0]]
         times_ep = layout.ep > 1 and abs(factor / layout.ep - 1) < SAME_FACTOR

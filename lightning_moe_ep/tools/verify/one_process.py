@@ -1,4 +1,4 @@
-"""The strategy of the single process: it takes the steps of a whole world."""
+"""The strategy of the single process: it takes the steps of a whole world, in which a cp group counts as one rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_moe_ep.context_parallel import shard_sequences
 
 
 class OneProcess(SingleDeviceStrategy):
@@ -41,6 +43,10 @@ class OneProcess(SingleDeviceStrategy):
                 return
             with torch.device("meta"):
                 yield
+
+    def shard_sequences(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Sequences are whole here."""
+        return shard_sequences(batch, rank=0, size=1)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

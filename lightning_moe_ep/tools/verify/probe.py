@@ -143,6 +143,8 @@ class Probe(L.Callback):
         if everyones is not None:
             facts = (list(of_ranks) for of_ranks in zip(*everyones, strict=True))
             step.batches, step.losses, step.factors, step.chosen = facts
+            if self.phase.layout.cp > 1:
+                step.join_groups(self.phase.layout.cp)
         parameters = dict(pl_module.named_parameters())
         step.clipped = to_plain(pl_module, _whole(_gradients(trained)))
         for name in self._absent:

@@ -10,13 +10,12 @@ from typing import Any
 
 import lightning.pytorch as L
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningCLI
 from transformers import AutoConfig
-from typing_extensions import override
 
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import pretrained_config
-from lightning_moe_ep.tools.verify.given import Given, Made, options_of, strategy_of
+from lightning_moe_ep.tools.reading import FitArguments
+from lightning_moe_ep.tools.verify.given import Given, Made, keep_fp32_kernels, options_of, strategy_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """How configurations of transformers call E."""
@@ -26,24 +25,6 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k", "moe
 
 ROUND = 16
 """What widths are multiples of."""
-
-
-class _Reader(LightningCLI):
-    """Reads what `fit` would be given, and makes nothing yet."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        pass
-
-    # Private; read at lightning 2.6.6.
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
-    def make(self) -> tuple[L.LightningModule, L.LightningDataModule | None, dict[str, Any]]:
-        """Module, data and the Trainer's options, all new."""
-        made = self.parser.instantiate_classes(self.config)
-        return self._get(made, "model"), self._get(made, "data"), dict(self._get(made, "trainer"))
 
 
 def read(
@@ -64,17 +45,8 @@ def read(
     for name, value in (("layers", layers), ("experts", experts), ("width", width)):
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}, but must be at least 1")
-    reader = _Reader(
-        L.LightningModule,
-        L.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        parser_kwargs={"default_env": True},
-        save_config_callback=None,
-        args=["fit", *arguments],
-    )
-    config = reader.config.fit
+    reader = FitArguments(arguments)
+    config = reader.of_fit
     changes = _shrink(config.model, experts, width)
     if config.get("ckpt_path"):
         changes.append(f"ckpt_path={config.ckpt_path} is not read: the weights are new")
@@ -83,7 +55,9 @@ def read(
         if "seed_everything" in config and config.seed_everything is not False:
             L.seed_everything(config.seed_everything, workers=True, verbose=False)
         module, datamodule, options = reader.make()
-        return Made(module, datamodule, strategy_of(options.get("strategy")), *options_of(options))
+        strategy = strategy_of(options.get("strategy"))
+        run, changes = options_of(options)
+        return Made(module, datamodule, strategy, run, [*changes, *keep_fp32_kernels(strategy)])
 
     return Given(make, layers=layers, weights_only=config.get("weights_only"), changes=changes)
 

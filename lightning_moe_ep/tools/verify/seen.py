@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ class Step:
     state_before: dict[str, Named] = field(default_factory=dict)
     """What the optimizer has of each parameter, by its key."""
     batches: list[list[Any]] = field(default_factory=list)
-    """What `training_step` was given: of each rank, its micro-batches."""
+    """What `training_step` was given: of each rank (here and below, at cp > 1: of each cp group), its micro-batches."""
     losses: list[list[float]] = field(default_factory=list)
     """What came of each, divided by the number of micro-batches."""
     chosen: list[list[Tensor]] = field(default_factory=list)
@@ -48,6 +49,19 @@ class Step:
     """Gradients that only some ranks have, and the ranks that have none."""
     differing: dict[str, list[str]] = field(default_factory=dict)
     """By what it is ("weights", "gradients", "buffers"), the names of what is replicated, but not equal."""
+    unlike: list[list[int]] = field(default_factory=list)
+    """The ranks of each cp group that had unlike batches."""
+
+    def join_groups(self, cp: int) -> None:
+        """Make of what each rank had what each cp group had, as if it were one rank with whole sequences."""
+        groups = [list(range(first, first + cp)) for first in range(0, len(self.batches), cp)]
+        self.unlike = [group for group in groups if len({digest_of(self.batches[rank]) for rank in group}) > 1]
+        self.chosen = [joined(self.batches[group[0]], [self.chosen[rank] for rank in group]) for group in groups]
+        self.batches = self.batches[::cp]
+        self.losses = [
+            [sum(losses) / cp for losses in zip(*(self.losses[rank] for rank in group), strict=True)]
+            for group in groups
+        ]
 
 
 @dataclass
@@ -80,6 +94,29 @@ class Measured:
     """Of rank 0."""
     changes: list[str]
     """What of the run was cut or set, a line each."""
+
+
+def joined(batches: list[Any], of_ranks: list[list[Tensor]]) -> list[Tensor]:
+    """The expert ids `[B * S, K]` of whole sequences, call by call, from those of the slices `[B * ceil(S / cp), K]`.
+
+    Args:
+        batches: the micro-batches, whole.
+        of_ranks: of each rank of the cp group, its calls, equally many in each micro-batch.
+
+    Returns:
+        Nothing if the calls are not those of such slices.
+    """
+    calls = list(zip(*of_ranks, strict=False))
+    whole = []
+    for number, slices in enumerate(calls):
+        batch = batches[number * len(batches) // len(calls)]
+        rows, length = batch["input_ids"].shape if isinstance(batch, Mapping) and "input_ids" in batch else (0, 0)
+        part = -(-length // len(slices))
+        if not rows or any(len(of_rank) != rows * part for of_rank in slices):
+            return []
+        of_rows = [of_rank.reshape(rows, part, -1) for of_rank in slices]
+        whole.append(torch.cat(of_rows, dim=1)[:, :length].flatten(0, 1))
+    return whole
 
 
 def norm_of(gradients: Named, norm_type: float) -> float:

@@ -90,7 +90,7 @@ def answer(
             "overfit_batches": 0,
             "limit_train_batches": None,
         },
-        strategy=OneProcess(device, world_size=first.layout.world, on_meta=made.strategy.init_on_meta),
+        strategy=OneProcess(device, world_size=first.layout.data_parallel, on_meta=made.strategy.init_on_meta),
     )
     trained.prepare(made)
     with exact_matrix_products():

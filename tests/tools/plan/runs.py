@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoEEPStrategy
+from lightning_moe_ep.context_parallel import shard_sequences
 from lightning_moe_ep.layout import Layout
 from tests.models import HIDDEN, NOTHING, build, freeze, loss_of, make_batch
 from tests.parity import trainer
@@ -51,6 +53,8 @@ class Run:
     world: int = 2
     ep: int = 2
     replicate: int = 1
+    cp: int = 1
+    length: int = 8
     precision: str = "32-true"
     optimizer: str = "adamw"
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class Run:
 
     @property
     def layout(self) -> Layout:
-        return Layout.for_world(self.world, ep=self.ep, replicate=self.replicate)
+        return Layout.for_world(self.world, ep=self.ep, replicate=self.replicate, cp=self.cp)
 
     def build(self) -> nn.Module:
         if self.kind == "deepseek_v3":
@@ -82,12 +86,14 @@ class RunModule(L.LightningModule):
         self.model = self.run.build()
 
     def train_dataloader(self) -> Any:
-        tokens = 8 * self.run.sequences
-        batches = [make_batch(self.run.kind, tokens, seed=seed) for seed in range(2 * self.run.accumulate)]
+        tokens, length = self.run.length * self.run.sequences, self.run.length
+        batches = [make_batch(self.run.kind, -(-tokens // 8) * 8, seed=seed) for seed in range(2 * self.run.accumulate)]
+        if not self.run.kind.startswith("own"):
+            batches = [{"input_ids": batch["input_ids"].flatten()[:tokens].view(-1, length)} for batch in batches]
         return DataLoader(batches, batch_size=None)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return loss_of(self.model, batch) * self.temperature.mean()
+        return step_of(self, batch, self.run.cp, self.trainer.strategy.meshes.cp_rank)
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -116,6 +122,23 @@ class TwoOptimizers(RunModule):
         self.manual_backward(super().training_step(batch, batch_idx))
         for optimizer in optimizers:
             optimizer.step()
+
+
+def step_of(module: RunModule, batch: dict[str, Tensor], cp: int, cp_rank: int) -> Tensor:
+    """The loss of a batch, or of a rank's slice of it."""
+    if cp == 1:
+        return loss_of(module.model, batch) * module.temperature.mean()
+    ids = batch["input_ids"]
+    return loss_of_slice(module.model, {"input_ids": ids, "labels": ids}, cp, cp_rank) * module.temperature.mean()
+
+
+def loss_of_slice(model: nn.Module, batch: dict[str, Tensor], cp: int, cp_rank: int) -> Tensor:
+    """The part of a rank of the mean loss of a batch of whole sequences, times cp: it is averaged over ranks."""
+    sliced = shard_sequences(batch, rank=cp_rank, size=cp)
+    targets = sliced.pop("shift_labels").flatten()
+    logits = model(**sliced, use_cache=False).logits
+    total = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
+    return total * cp / batch["labels"][:, 1:].numel()
 
 
 def module_of(run: Run) -> RunModule:
@@ -182,7 +205,7 @@ def measure(runs: list[Run]) -> list[dict[str, int]]:
 
 def fit(run: Run, callback: L.Callback) -> None:
     assert dist.get_world_size() == run.world
-    strategy = MoEEPStrategy(ep=run.ep, replicate=run.replicate, **run.strategy)
+    strategy = MoEEPStrategy(ep=run.ep, replicate=run.replicate, cp=run.cp, **run.strategy)
     trainer(
         strategy,
         max_epochs=1,
@@ -198,13 +221,13 @@ class StepOf:
 
     run: Run
 
-    def __call__(self, module: RunModule) -> Tensor:
-        tokens = 8 * self.run.sequences
+    def __call__(self, module: RunModule, cp: int) -> Tensor:
+        tokens = self.run.length * self.run.sequences
         if self.run.kind.startswith("own"):
             batch = {name: torch.zeros(tokens, HIDDEN) for name in ("x", "y")}
         else:
-            batch = {"input_ids": torch.zeros(tokens // 8, 8, dtype=torch.int64)}
-        return loss_of(module.model, batch) * module.temperature.mean()
+            batch = {"input_ids": torch.zeros(tokens // self.run.length, self.run.length, dtype=torch.int64)}
+        return step_of(module, batch, cp, 0)
 
 
 class AlsoFrozen(MemTracker):

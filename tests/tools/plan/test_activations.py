@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_moe_ep.context_parallel import shard_sequences, spread_attention
+from lightning_moe_ep.context_parallel.supported import check_supported
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.mesh import Meshes, build_meshes
+from lightning_moe_ep.planning.look import look_at
+from lightning_moe_ep.planning.sequences import exchanges
+from lightning_moe_ep.planning.shapes import shapes_of
 from lightning_moe_ep.tools.plan.activations import CausalLM, Trace, Way, trace, traces
 from lightning_moe_ep.tools.plan.apart import run_apart
+from lightning_moe_ep.tools.plan.kernels import unpadded
+from tests.families.find import families
+from tests.families.tiny import tiny_model
 from tests.tools.plan.runs import Run, StepOf, on_meta
 
 WAYS = [
@@ -68,3 +82,63 @@ def test_ways() -> None:
 def test_a_dispatcher_that_is_not_known() -> None:
     with pytest.raises(ValueError, match=r"dispatcher='auto' .* is not known; plan with one of \['all_gather',"):
         trace(_deepseek, CausalLM(1, 8), [Way(2, "auto")])
+
+
+def _hidden(model: torch.nn.Module, cp: int) -> torch.Tensor:
+    batch = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
+    batch = shard_sequences(batch, rank=0, size=cp) if cp > 1 else batch
+    return model(**batch, use_cache=False).last_hidden_state.float().sum()
+
+
+def _families_at_cp() -> dict[str, str]:
+    """What is wrong at cp=2 with families that cp has, and that can be run without data at cp=1."""
+    meshes, wrong = build_meshes(Layout(1, 1, 2, 2), "cpu"), {}
+    for family in families():
+        try:
+            check_supported(tiny_model(family), cp=2)
+            (whole,) = traces(partial(tiny_model, family), _hidden, [Way(1, "-", device_type="cpu")], "32-true", [])
+        except Exception:
+            continue
+        try:
+            way = Way(1, "-", device_type="cpu", cp=2)
+            (of_slice,) = traces(partial(tiny_model, family), _hidden, [way], "32-true", [])
+            share = _highest(of_slice) / _highest(whole)
+            sent, expected = _sent(family, meshes), _expected(family)
+            wrong[family] = "" if 0.4 < share < 0.8 and sent == expected else f"{share} {sent} {expected}"
+        except Exception as error:
+            wrong[family] = f"{type(error).__name__}: {error}"
+    return wrong
+
+
+def _highest(trace: Trace) -> int:
+    return max(event.highest for event in trace.events)
+
+
+def _sent(family: str, meshes: Meshes) -> int:
+    """Bytes that attentions send in a forward."""
+    model, sent = tiny_model(family), 0
+
+    def exchange(received: torch.Tensor, parts: torch.Tensor, *_: Any, **__: Any) -> Any:
+        nonlocal sent
+        sent += parts.numel() * parts.element_size() // 2
+        received.zero_()
+        return SimpleNamespace(wait=lambda: None)
+
+    spread_attention(model, meshes, mode="ulysses")
+    with unpadded(), patch.object(dist, "all_to_all_single", exchange):
+        _hidden(model, 2)
+    return sent
+
+
+def _expected(family: str) -> float:
+    model = tiny_model(family).to("meta")
+    seen = look_at(model, shapes_of(model), length=64)
+    assert seen.assumed is None
+    messages = [m for each in seen.attentions for m in exchanges(each, 2 * 32, cp=2, recomputed=False)]
+    return sum(message.nbytes for message in messages if message.phase == "forward")
+
+
+@pytest.mark.sweep
+def test_families_at_cp() -> None:
+    found = run_apart(2, 0, _families_at_cp)
+    assert len(found) > 20 and not {family: told for family, told in found.items() if told}

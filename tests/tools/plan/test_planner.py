@@ -18,7 +18,8 @@ from lightning_moe_ep.planning.shapes import shapes_of
 from lightning_moe_ep.tools.plan import needs, planner
 from lightning_moe_ep.tools.plan.apart import ApartError
 from lightning_moe_ep.tools.plan.config import read_run
-from lightning_moe_ep.tools.plan.layouts import Needs, candidates, reason_for, rows_of
+from lightning_moe_ep.tools.plan.kernels import with_kernels
+from lightning_moe_ep.tools.plan.layouts import Needs, candidates, order, reason_for, rows_of
 from lightning_moe_ep.tools.plan.planner import _confirm
 from tests.cli.processes import QUICKSTART
 
@@ -120,7 +121,7 @@ def test_what_was_built_is_compared(planned: Plan, monkeypatch: pytest.MonkeyPat
         _confirm(other, lambda: None, "32-true", {})  # type: ignore[arg-type, return-value]
 
 
-def rows(planned_shapes: Any, machine: Machine, peak: dict[int, int]) -> Any:
+def rows(planned_shapes: Any, machine: Machine, peak: dict[int, int], cp: int = 1) -> Any:
     """Rows of all candidates on 4 ranks, whose peak is given by ep."""
     shapes, look = planned_shapes
 
@@ -131,8 +132,9 @@ def rows(planned_shapes: Any, machine: Machine, peak: dict[int, int]) -> Any:
 
     return rows_of(
         shapes,
-        list(candidates(shapes, 4)),
+        list(candidates(shapes, 4, cp=cp)),
         step=planner.Step(tokens=128),
+        tokens_of=lambda layout: 128 // layout.cp,
         look=look,
         machine=machine,
         devices_per_node=2,
@@ -190,6 +192,65 @@ def test_the_runs_own_layout() -> None:
         plan(lambda: None, world=4, sequences=1, length=8, strategy={"dispatcher": "al_to_all"})  # type: ignore[arg-type, return-value]
 
 
+def test_sequences_that_fit_no_rank() -> None:
+    """A larger cp is looked at by itself, and compared for as many tokens."""
+    run = read_run([*TINY, "--data.block_size", "2048", "--data.batch_size", "1"])
+    result = plan(
+        run.build,
+        world=2,
+        sequences=1,
+        length=2047,
+        precision=run.precision,
+        strategy={"ep": 2, "dispatcher": "all_to_all"},
+        machine=replace(MACHINE, memory=18 * 2**20),
+    )
+    of = {cp: [row for row in result.rows if row.candidate.layout.cp == cp] for cp in (1, 2)}
+    assert not [row for row in of[1] if row.too_large is None] and result.fitting
+    best, yours = result.best, result.yours
+    assert best is not None and best.candidate.layout.cp == 2 and result.confirmed
+    assert yours is not None and yours.candidate.layout == Layout(1, 1, 2)
+    alike = next(row for row in of[2] if row.candidate == replace(yours.candidate, layout=Layout(1, 1, 2, 2)))
+    assert alike.needs.parameters == yours.needs.parameters
+    assert alike.needs.at_peak["activations"] == pytest.approx(yours.needs.at_peak["activations"] / 2, rel=0.05)
+    assert alike.time.compute * 2 == pytest.approx(yours.time.compute * 2048 / 2047)  # type: ignore[union-attr]
+    assert alike.time.attention > 0 == yours.time.attention  # type: ignore[union-attr]
+    text = result.text()
+    assert f"cp=2,{' dispatcher=' if best.candidate.layout.ep > 1 else ''}" in text
+    columns = next(line for line in text.splitlines() if line.startswith("ep"))
+    assert "replicate  cp  dispatcher" in columns and columns.endswith("tokens a step")
+    assert "2,047 tokens a group of cp ranks and micro-batch" in text
+    assert "accumulate 2 times as many micro-batches" in text
+    assert result.as_dict()["layouts"][0]["cp"] == 2
+
+
+def test_sizes_of_cp_that_cannot_be() -> None:
+    model = read_run(TINY).build()  # 4 heads
+    refusals = planner._Refusals(model, 24, "ulysses")
+    assert refusals.of(1) is refusals.of(4) is None
+    assert "does not divide the world of 24" in (refusals.of(5) or "")
+    assert "does not divide the 4 attention heads" in (refusals.of(3) or "")
+    assert refusals.out_of([3, 1, 2, 2]) == ([1, 2], {3: refusals.of(3)})
+    with pytest.raises(ValueError, match=r"cp=3 does not divide the 4 .*; cp=5 does not divide the world"):
+        refusals.out_of([5, 3])
+    ring = planner._Refusals(model, 4, "ring")
+    assert ring.of(1) is None and "cp_mode='ring' sends and keeps at cp=2 is not known" in (ring.of(2) or "")
+    with pytest.raises(ValueError, match="cp is 0, but must be at least 1"):
+        plan(lambda: model, world=4, sequences=1, length=8, cp=[0])
+
+
+def test_the_order_counts_tokens() -> None:
+    model = read_run(TINY).build()
+    shapes = shapes_of(model, precision="bf16-true")
+    look = planner.look_at(model, shapes, length=32)
+    all_fit = [row for cp in (1, 2) for row in rows((shapes, look), Machine(), {1: 9, 2: 9, 4: 9}, cp)]
+    best = min(all_fit, key=order)
+    assert best.candidate.layout.cp == 1  # the same is sent for half of the tokens
+    other = min((row for row in all_fit if row.candidate.layout.cp == 2), key=order)
+    told = reason_for(best, [best, other])
+    assert "cp=2" in told and told.endswith("for as many tokens")
+    assert f"{other.wire.intra * 2 / 1e9:,.3g} and" in told
+
+
 def test_what_else_makes_room() -> None:
     step = planner.Step(tokens=8, micro_batches=2)
     told = planner._unreduced_note(step, any_fits=False)
@@ -245,3 +306,24 @@ def test_a_large_model_in_a_minute() -> None:
     )
     assert _cpu_seconds() - start < 75
     assert result.confirmed and result.parameters == 30_532_122_624
+
+
+def test_kernels_that_a_run_has() -> None:
+    """Installed or not: what can be traced is, the rest is told."""
+    run = read_run([*TINY, "--trainer.strategy.init_args.kernels", "[flash_attention_2, liger]"])
+    assert run.strategy is not None and run.strategy["kernels"] == ["flash_attention_2", "liger"]
+    build, told = with_kernels(run.build, ["flash_attention_2", "liger", "experts:eager"])
+    config = build().model.config
+    assert (config._attn_implementation, config._experts_implementation) == ("sdpa", "eager")
+    assert told == ["liger's loss keeps no logits, which are planned with the activations"]
+    with pytest.raises(ValueError, match="'flash', which is not known"):
+        with_kernels(run.build, ["flash"])
+
+
+@pytest.mark.more
+def test_an_eager_attention_keeps_its_scores(planned: Plan) -> None:
+    run = read_run(TINY)
+    options = {**(run.strategy or {}), "kernels": ["eager"], "router_dtype": "float32"}
+    eager = plan(run.build, world=4, sequences=4, length=32, precision="bf16-true", strategy=options, machine=MACHINE)
+    at_peak = [max(row.needs.at_peak["activations"] for row in of.rows) for of in (planned, eager)]
+    assert at_peak[0] < at_peak[1]
