@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import activation, dropout, normalization
+from torch.nn.modules import activation, dropout, loss, normalization
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -33,7 +33,12 @@ _TOKEN_BY_TOKEN = (
     ),
     *(getattr(dropout, name) for name in dropout.__all__),
     *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+    *(getattr(loss, name) for name in loss.__all__),
     *(normalization.LayerNorm, normalization.RMSNorm),
+)
+_ALONG_TOKENS = (
+    *(nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d),
+    *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
 )
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _MEET = {
@@ -85,9 +90,9 @@ def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_
     for each in models:
         if attention_modules(each) and (problem := _problem_of_model(each)):
             raise NotImplementedError(f"cp={cp}: {each.config.model_type} {problem}; use cp=1")
-    kinds = {type(module): name for name, module in reversed(list(model.named_modules()))}
-    for cls, name in kinds.items():
-        if problem := _problem_of_class(cls, model.get_submodule(name)):
+    kinds = {(type(module), id(module) in within): name for name, module in reversed(list(model.named_modules()))}
+    for (cls, inside), name in kinds.items():
+        if problem := _problem_of_class(cls, model.get_submodule(name), inside=inside):
             raise NotImplementedError(f"cp={cp}: {name} ({cls.__name__}) {problem}; use cp=1")
     for module in attentions:
         if problem := problem_of_implementation(module):
@@ -165,7 +170,9 @@ def _problem_of_model(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _problem_of_class(cls: type[nn.Module], module: nn.Module) -> str | None:
+def _problem_of_class(cls: type[nn.Module], module: nn.Module, *, inside: bool) -> str | None:
+    if not inside:  # a LightningModule, its losses and metrics, which are given what they are given
+        return "is not known to leave tokens apart" if issubclass(cls, _ALONG_TOKENS) else None
     if cls.__module__.startswith("torch."):
         return None if issubclass(cls, _TOKEN_BY_TOKEN) else "is not known to leave tokens apart"
     if issubclass(cls, PreTrainedModel) or not isinstance(module, nn.Module):

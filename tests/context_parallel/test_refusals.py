@@ -102,6 +102,23 @@ def test_what_leaves_tokens_apart_is_not_refused() -> None:
     check_supported(with_part(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.GELU(), experts)), cp=2)
 
 
+class Around(nn.Module):
+    """As a LightningModule is: what it does with labels is its own."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head, self.loss = build("qwen3_moe"), head, nn.CrossEntropyLoss()
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["labels"].roll(1).cumsum(dim=1)
+
+
+def test_what_is_around_a_model() -> None:
+    check_supported(Around(nn.Linear(64, 1)), cp=2)
+    with pytest.raises(NotImplementedError, match=r"head \(LSTM\) is not known to leave tokens apart"):
+        check_supported(Around(nn.LSTM(64, 1)), cp=2)
+
+
 RINGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "eager": ({"attention": "eager"}, "cpu", "is torch's own attention, 'sdpa', but .* attn_implementation='eager'"),
     "window": ({"kind": "mixtral"}, "cpu", "has no sliding windows, but those of MixtralAttention are 5"),
