@@ -247,8 +247,10 @@ def tell_last_position(rotary: nn.Module) -> None:
             raise NotImplementedError("rotary embeddings that depend on length know no positions of several axes")
         given = {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
         positions = given["position_ids"]
-        last = sequences.last.to(positions.dtype).expand(*positions.shape[:-1], 1)
-        return (), {**given, "position_ids": torch.cat([positions, last], dim=-1)}
+        last = sequences.last.to(positions.dtype)
+        # None is larger but those of the rounding to a multiple of cp, which one process would not have.
+        positions = torch.cat([positions.clamp(max=last), last.expand(*positions.shape[:-1], 1)], dim=-1)
+        return (), {**given, "position_ids": positions}
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if _running.get() is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -85,7 +86,8 @@ def digest_of(tree: Any, *, waits: bool = True) -> int:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             data = str(leaf.shape).encode()
             if waits or leaf.device.type == "cpu":
-                data += leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                with suppress(RuntimeError):  # no bytes can be had of some kinds; other ranks wait for this one
+                    data += leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         elif hasattr(leaf, "tobytes"):  # numpy's
             data = leaf.tobytes()
         elif isinstance(leaf, int | float | str):

@@ -1,10 +1,10 @@
 """All ranks take equally many batches, as a rank that stops early leaves the others waiting in a collective.
 
 In goes a loader of each rank. Out comes one that ends on all ranks at once, where the first rank has no more. What
-ranks have is agreed before the loop begins; where that is sure and equal, nothing more is ever sent. Elsewhere one
-message over the host goes with each batch; in training, with each gradient-accumulation window, and it carries the
-window's tokens too, if the module counts them. So a loss summed over tokens and divided by `num_items_in_batch` is the
-exact mean over the window and the world.
+ranks have is agreed before the loop begins; where that is sure and equal, and no ranks share batches (cp > 1), nothing
+more is ever sent. Elsewhere one message over the host goes with each batch; in training, with each
+gradient-accumulation window, and it carries the window's tokens too, if the module counts them. So a loss summed over
+tokens and divided by `num_items_in_batch` is the exact mean over the window and the world.
 """
 
 from __future__ import annotations

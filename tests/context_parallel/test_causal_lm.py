@@ -54,7 +54,7 @@ def loader(batches: list[Any], cp: int) -> DataLoader:
     return DataLoader(batches[mine::groups], batch_size=None)
 
 
-def _everything(cp: int, ep: int) -> dict[str, Any]:
+def _everything(cp: int, ep: int, of_strategy: dict[str, Any]) -> dict[str, Any]:
     """On a rank: a step with each load-balancing loss, validation, predictions."""
     found: dict[str, Any] = {}
     losses = {
@@ -68,7 +68,7 @@ def _everything(cp: int, ep: int) -> dict[str, Any]:
         module = CausalLMModule(**{"config": CONFIG, **options})
         batches = micro_batches()
         fitting = trainer(
-            MoEEPStrategy(ep=ep, cp=cp),
+            MoEEPStrategy(ep=ep, cp=cp, **of_strategy),
             max_epochs=1,
             accumulate_grad_batches=len(batches) * cp // dist.get_world_size(),
             callbacks=[probe, logged],
@@ -82,23 +82,29 @@ def _everything(cp: int, ep: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "ep"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.more), pytest.param(4, 4, marks=pytest.mark.more)]
+    ("world", "cp", "ep", "of_strategy"),
+    [
+        (2, 2, 2, {}),
+        pytest.param(4, 2, 4, {}, marks=pytest.mark.more),
+        pytest.param(4, 4, 2, {"activation_checkpointing": "selective", "replicate": 2}, marks=pytest.mark.more),
+    ],
+    ids=["cp2-ep2", "cp2-ep4", "cp4-ep2"],
 )
-def test_all_is_as_in_one_process(ranks: RankPool, world: int, ep: int) -> None:
-    (right,) = ranks.run(_everything, 1, 1, world=1)
-    of_ranks = ranks.run(_everything, 2, ep, world=world)
+def test_all_is_as_in_one_process(ranks: RankPool, world: int, cp: int, ep: int, of_strategy: dict[str, Any]) -> None:
+    (right,) = ranks.run(_everything, 1, 1, {}, world=1)
+    of_ranks = ranks.run(_everything, cp, ep, of_strategy, world=world)
     assert abs(right["local"][1]["grad_norm"] - right["none"][1]["grad_norm"]) > 1e-3, "no load-balancing loss"
     for found in of_ranks:
         for name in ("none", "local", "global"):
-            if world > 2 and name == "global":
+            if world > cp and name == "global":
                 continue  # its micro-batches are those of all groups
             error, parameter = worst(found[name][0], right[name][0])
             assert error < 1e-5, f"{name}: the gradient of {parameter} is off by {error:.1e}"
             for metric in ("train_loss", "grad_norm"):
                 assert found[name][1][metric] == pytest.approx(right[name][1][metric], rel=1e-6), (name, metric)
         assert found["val_loss"] == pytest.approx(right["val_loss"], rel=1e-6)
-    groups = [of_ranks[first]["predictions"] for first in range(0, world, 2)]
-    assert not any(of_ranks[second]["predictions"] for second in range(1, world, 2)), "a sample was predicted twice"
+    groups = [of_ranks[first]["predictions"] for first in range(0, world, cp)]
+    assert not any(of_ranks[rank]["predictions"] for rank in range(world) if rank % cp), "a sample was predicted twice"
     for number, whole in enumerate(right["predictions"]):
         mine = groups[number % len(groups)][number // len(groups)]
         assert mine.shape == micro_batches()[number]["input_ids"].shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +22,12 @@ from transformers import BatchEncoding
 
 from lightning_moe_ep import MoEEPStrategy, TextDataModule, split_by_rank
 from lightning_moe_ep.data.alike import digest_of, unlike
+from lightning_moe_ep.strategy.choosing import _tokens
 from tests.contract import REPOSITORY, contract
 from tests.models import build
 from tests.parity import Probe, trainer, worst
 from tests.pool import RankPool
+from tests.strategy.test_loading import told
 
 ROWS, LENGTH = 8, 5
 CP, WORLD = 2, 4
@@ -158,7 +160,16 @@ def _given() -> dict[str, Any]:
         result = getattr(fitting(callbacks=[writer]), run)(module)
         found[name] = module.given
     found["predictions"], found["written"], found["epochs"] = result, writer.batches, writer.epochs
+    for number in (5, 1):  # of which one group has more, or all
+        few = [Rows()[index] for index in range(number)]
+        found[number] = fitting().predict(Own(lambda trainer, few=few: DataLoader(few)))
+    found["uneven"] = told(lambda: fitting(use_distributed_sampler=False).validate(Own(uneven), verbose=False))
     return found
+
+
+def uneven(trainer: L.Trainer) -> DataLoader:
+    """The first group has three rows, the second two."""
+    return DataLoader([Rows()[index] for index in ((0, 1, 2), (3, 4))[trainer.global_rank // CP]])
 
 
 @contract("Data", "Samplers, `predict` and `BasePredictionWriter` at cp > 1", "works; a cp group counts as one rank")
@@ -181,6 +192,12 @@ def test_ranks_of_a_group_are_given_the_same(ranks: RankPool) -> None:
     for found in of_ranks:
         assert found["written"] == [(numbers, numbers) for numbers in found["predictions"]]
         assert [predictions for predictions, _ in found["epochs"]] == [found["predictions"]]
+    assert [found[5] for found in of_ranks] == [[[0], [2], [4]], [], [[1], [3]], []]
+    assert [found[1] for found in of_ranks] == [[[0]], [], [], []]
+    assert of_ranks[0]["uneven"] == [
+        "the val_dataloaders have unequal numbers of batches: ranks 2, 3 ran out after 2, where ranks 0, 1 had 1 more;"
+        " all ranks stop there, and those are dropped"
+    ]
 
 
 def _unlike() -> dict[str, list[str]]:
@@ -207,19 +224,12 @@ def _unlike() -> dict[str, list[str]]:
         "drawn": ("fit", seeded_apart),
         "not split": ("validate", of_rank(Given, [0], [0], [0], [0])),
     }
-    told = {}
+    found = {}
     for name, (run, data) in cases.items():
         L.seed_everything(7, verbose=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                getattr(fitting(use_distributed_sampler=False) if name == "crossed" else fitting(), run)(Own(data))
-                told[name] = []
-            except Exception as error:
-                told[name] = [f"{type(error).__name__}: {error}"]
-        texts = [str(warning.message) for warning in caught]
-        told[name] += [text for text in texts if "_dataloader" in text and "rank" in text]
-    return told
+        of_trainer = getattr(fitting(use_distributed_sampler=name != "crossed"), run)
+        found[name] = told(partial(of_trainer, Own(data)))
+    return found
 
 
 class Given(IterableDataset):
@@ -255,6 +265,7 @@ def test_unlike_batches_are_an_error_on_all_ranks(ranks: RankPool) -> None:
 def test_what_tells_batches_apart() -> None:
     ids = torch.arange(6).view(2, 3)
     batches = [{"input_ids": ids}, BatchEncoding({"input_ids": ids}), [ids.float()], ids.view(3, 2), ids + 1, "text", 3]
+    batches.append(torch.ones(3, dtype=torch.complex64).conj())
     digests = [digest_of([batch], waits=False) for batch in batches]
     assert len(set(digests)) == len(batches) and 0 not in digests
     assert digests[1] == digest_of([BatchEncoding({"input_ids": ids.clone()})], waits=False)
@@ -294,6 +305,11 @@ def test_text_is_enough_for_groups_that_would_be_too_little_for_ranks(tmp_path: 
     data.setup()
     blocks = len(data.train_dataset)
     data.batch_size = blocks // 2
+    # What ep="auto" reckons with.
+    assert [_tokens(SimpleNamespace(trainer=SimpleNamespace(datamodule=data)), cp) for cp in (1, 3)] == [
+        16 * data.batch_size,
+        6 * data.batch_size,
+    ]
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}, world_size=4)
     data.train_dataloader()
     data.trainer.distributed_sampler_kwargs["num_replicas"] = 4

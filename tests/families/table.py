@@ -9,6 +9,7 @@ import torch
 from lightning_moe_ep.experts import ExpertsAdapter, find_experts
 from lightning_moe_ep.experts.stacked import NativeExperts, StackedExperts
 from tests.families.find import families
+from tests.families.slices import cp_outcome
 from tests.families.sweep import sweep
 from tests.families.tiny import CANNOT_RUN, tiny_model
 from tests.pool import RankError, RankPool
@@ -20,11 +21,12 @@ HEADER = """\
 
 Every configuration of transformers that describes a model with experts, and what became of it: a tiny model of it, on
 two ranks with ep=2, has the gradients of one process in every parameter, to 1e-5 of the parameter's largest, and its
-state dict, gathered, is the plain model's. The list is read off transformers, and `make families` writes this file
-from a run.
+state dict, gathered, is the plain model's. Under `cp`: at cp=2 on two ranks, outputs and gradients of padded and of
+packed sequences are those of one process on whole sequences, or `MoEEPStrategy(cp=2)` refuses the model and says why.
+The list is read off transformers, and `make families` writes this file from a run.
 
-| model type | experts module | parameters that are spread | served by | result |
-|---|---|---|---|---|
+| model type | experts module | parameters that are spread | served by | result | cp |
+|---|---|---|---|---|---|
 """
 
 
@@ -43,7 +45,7 @@ def outcome(ranks: RankPool, family: str) -> str:
     return f"wrong: {'; '.join(wrong)}" if wrong else "works"
 
 
-def row(family: str, result: str) -> str:
+def row(family: str, result: str, of_slices: str) -> str:
     """The family's line."""
     experts, parameters, adapters = "", "", ""
     if result == "works":
@@ -51,7 +53,7 @@ def row(family: str, result: str) -> str:
         experts = ", ".join(sorted({type(each.module).__name__ for each in found}))
         parameters = ", ".join(dict.fromkeys(name for each in found for name in each.adapter.parameters))
         adapters = ", ".join(sorted({_served_by(each.adapter) for each in found}))
-    return f"| {family} | {experts} | {parameters} | {adapters} | {result} |"
+    return f"| {family} | {experts} | {parameters} | {adapters} | {result} | {of_slices} |"
 
 
 def _served_by(adapter: ExpertsAdapter) -> str:
@@ -63,7 +65,11 @@ def _served_by(adapter: ExpertsAdapter) -> str:
 def write() -> None:
     torch.set_num_threads(1)
     ranks = RankPool()
-    FILE.write_text(HEADER + "\n".join(row(family, outcome(ranks, family)) for family in families()) + "\n")
+    FILE.write_text(
+        HEADER
+        + "\n".join(row(family, outcome(ranks, family), cp_outcome(ranks, family)) for family in families())
+        + "\n"
+    )
     ranks.close()
 
 

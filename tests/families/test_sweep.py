@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.families.find import families
+from tests.families.slices import cp_outcome
 from tests.families.sweep import sweep
 from tests.families.table import FILE, HEADER, outcome, row
+from tests.families.tiny import CANNOT_RUN
 from tests.matrix import mostly_in_the_sweep
 from tests.pool import RankPool
 
@@ -42,7 +44,9 @@ def test_a_family_of_each_kind_on_four_ranks(ranks: RankPool, family: str, dispa
 def test_every_family_is_as_the_table_says(ranks: RankPool, family: str) -> None:
     result = outcome(ranks, family)
     assert result == "works" or family in MAY_BE_REFUSED
-    assert row(family, result) in FILE.read_text().splitlines(), "run `make families`"
+    of_slices = cp_outcome(ranks, family)
+    assert of_slices == "works" or family in CANNOT_RUN or of_slices.startswith("refused: "), of_slices
+    assert row(family, result, of_slices) in FILE.read_text().splitlines(), "run `make families`"
 
 
 def test_the_table_has_every_family_and_no_other() -> None:

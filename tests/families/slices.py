@@ -31,7 +31,7 @@ def cp_outcome(ranks: RankPool, family: str) -> str:
     try:
         check_supported(tiny_model(family), cp=CP)
     except NotImplementedError as error:
-        return f"refused: {str(error).removeprefix(f'cp={CP}: ')}"
+        return f"refused: {str(error).removeprefix(f'cp={CP}: {family} ').removesuffix('; use cp=1')}"
     try:
         wrong = ranks.run(sliced, family, world=CP)[0]
     except RankError as error:
