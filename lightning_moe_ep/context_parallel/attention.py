@@ -6,7 +6,6 @@ attention: these are wrapped under the names that they have, once a process, and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Literal
@@ -20,8 +19,11 @@ from transformers.utils.generic import is_flash_attention_requested
 from lightning_moe_ep.context_parallel.masks import TellsSequences, tell_last_position, whole_mask
 from lightning_moe_ep.context_parallel.ring import Ring
 from lightning_moe_ep.context_parallel.supported import (
+    EAGER,
     attention_modules,
     check_supported,
+    names_of_forward,
+    problem_of_implementation,
     rope_grows,
     rotary_modules,
 )
@@ -32,7 +34,6 @@ ContextParallelMode = Literal["ulysses", "ring"]
 """How attention sees whole sequences: all-to-all of heads for tokens and back, or keys and values passed around."""
 
 _SPREAD = "_spread_attention"
-_EAGER = "eager_attention_forward"
 
 
 def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelMode) -> None:
@@ -55,12 +56,12 @@ def spread_attention(model: nn.Module, meshes: Meshes, *, mode: ContextParallelM
     group, host_group = meshes.cp_mesh.get_group(), meshes.host_cp_group
     assert host_group is not None
     modules = attention_modules(model)
-    configs = {id(module.config): module.config for module in modules}
     spread = Ring(group, cp) if mode == "ring" else Ulysses(group, cp, meshes.cp_rank)
     for module in modules:
         setattr(module, _SPREAD, spread)
         _wrap_eager(module)
-    keep = partial(_wrap_registered, list(configs.values()))
+    of_configs = {id(module.config): module for module in modules}
+    keep = partial(_wrap_registered, list(of_configs.values()))
     keep()
     growing: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -77,9 +78,11 @@ def spread_over(model: nn.Module) -> int:
     return max((getattr(module, _SPREAD).size for module in model.modules() if hasattr(module, _SPREAD)), default=1)
 
 
-def _wrap_registered(configs: list[Any]) -> None:
-    """Wrap the attention and mask functions that are registered by the names that these configs have now."""
-    for name in {config._attn_implementation for config in configs}:
+def _wrap_registered(modules: list[nn.Module]) -> None:
+    """Wrap the attention and mask functions that are registered by the names that the modules' configs have now."""
+    for name, module in {module.config._attn_implementation: module for module in modules}.items():
+        if problem := problem_of_implementation(module):
+            raise NotImplementedError(f"{problem}; use cp=1, or another attn_implementation")
         flash = is_flash_attention_requested(requested_attention_implementation=name)
         if name != "eager" and not _is_wrapped(function := ALL_ATTENTION_FUNCTIONS[name]):
             AttentionInterface.register(name, _wrapped_attention(function, flash=flash))
@@ -89,12 +92,9 @@ def _wrap_registered(configs: list[Any]) -> None:
 
 def _wrap_eager(module: nn.Module) -> None:
     """Wrap the function that the module's own file has for "eager", which no register names."""
-    for cls in type(module).__mro__:
-        if "forward" in vars(cls):
-            names = inspect.unwrap(vars(cls)["forward"]).__globals__
-            if _EAGER in names and not _is_wrapped(names[_EAGER]):
-                names[_EAGER] = _wrapped_attention(names[_EAGER], flash=False)
-            return
+    names = names_of_forward(module)
+    if EAGER in names and not _is_wrapped(names[EAGER]):
+        names[EAGER] = _wrapped_attention(names[EAGER], flash=False)
 
 
 def _is_wrapped(function: Callable[..., Any]) -> bool:

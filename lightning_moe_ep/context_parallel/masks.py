@@ -163,6 +163,8 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
     """Gather what the ranks of the group know of their sequences; one wait for the device."""
     batch, length = mask.shape
     cp = group.size()
+    if positions.ndim == 3 and len(positions) == 4:
+        positions = positions[0]  # transformers: that of the text, before those of three axes
     marks_packing = positions.ndim == 2  # those of several axes are places in pictures
     known = [
         mask.long(),

@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from inspect import signature
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 from torch.nn.modules import activation, dropout, normalization
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from lightning_moe_ep.layout import divisors_of
 
@@ -47,6 +49,9 @@ _MEET = {
 }
 _MEET_BY_NAME = re.compile(r"Attn|Attention|Conv|Mamba|SSM|Recurr|Delta|R[wW][kK][vV]|Mixer|Indexer|Compressor|Shift")
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+EAGER = "eager_attention_forward"
+"""What the files of models call their own attention, which is in no register."""
+
 _OUTPUT = ("o_proj", "out_proj", "dense", "wo")
 
 
@@ -84,17 +89,39 @@ def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_
     for cls, name in kinds.items():
         if problem := _problem_of_class(cls, model.get_submodule(name)):
             raise NotImplementedError(f"cp={cp}: {name} ({cls.__name__}) {problem}; use cp=1")
-    if mode == "ring":
-        problem = next(filter(None, (_problem_of_ring(module, device_type) for module in attentions)), None)
-        if problem:
-            raise NotImplementedError(f"cp_mode='ring' {problem}; use cp_mode='ulysses'")
-        return
     for module in attentions:
-        if (heads := heads_of(module)) % cp:
+        if problem := problem_of_implementation(module):
+            raise NotImplementedError(f"cp={cp}: {problem}; use cp=1, or another attn_implementation")
+        if mode == "ring":
+            if problem := _problem_of_ring(module, device_type):
+                raise NotImplementedError(f"cp_mode='ring' {problem}; use cp_mode='ulysses'")
+        elif (heads := heads_of(module)) % cp:
             raise ValueError(
                 f"cp={cp} does not divide the {heads} attention heads of {type(module).__name__}, which are scattered"
                 f" over the cp ranks; use one of {divisors_of(heads)}"
             )
+
+
+def names_of_forward(module: nn.Module) -> dict[str, Any]:
+    """What is global where the module's forward was written."""
+    cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return inspect.unwrap(vars(cls)["forward"]).__globals__
+
+
+def problem_of_implementation(module: nn.Module) -> str | None:
+    """Why the function by which this module computes attention cannot be wrapped; None: it can."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    names, cls = names_of_forward(module), type(module).__name__
+    register = names.get("ALL_ATTENTION_FUNCTIONS")
+    if name is None or not isinstance(register, AttentionInterface):
+        return f"{cls} has no config that names an attn_implementation of transformers' register"
+    if name == "eager" and EAGER not in names:
+        return f"the file of {cls} has no {EAGER}"
+    if name != "eager" and (name not in register or name in register._local_mapping):
+        return f"{cls} has an attn_implementation={name!r} of its own"
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return f"there is no mask function for attn_implementation={name!r}, so that masks would be of a slice"
+    return None
 
 
 def heads_of(module: nn.Module) -> int:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.context_parallel.parity import FLASH, MODELS, CPCase, check
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_moe_ep.context_parallel import shard_sequences
+from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.mesh import build_meshes
+from lightning_moe_ep.parallelize import parallelize
+from tests.context_parallel.parity import FLASH, MODELS, Batch, CPCase, batch_of, build, check, loss_sum
 from tests.pool import RankPool
 
 
@@ -73,3 +83,66 @@ RINGS = [
 def test_parity_of_rings(ranks: RankPool, case: CPCase) -> None:
     """On CPU by its own flash kernel; what CUDA's kernel hands from forward to backward, only a GPU can show."""
     check(ranks, case)
+
+
+def look() -> dict[str, Any]:
+    """On a rank: what attention is given, how often ranks exchange, and two models beside each other."""
+    rank, meshes = dist.get_rank(), build_meshes(Layout.for_world(2, ep=2, cp=2), "cpu")
+    seen: dict[str, Any] = {}
+
+    def slice_of(kind: str) -> Batch:
+        return shard_sequences(batch_of(kind, 0), rank=rank, size=2)
+
+    exchange, attend = dist.all_to_all_single, F.scaled_dot_product_attention
+    calls = {"exchanges": 0, "masked": 0, "causal": 0, "heads": set()}
+
+    def exchanging(*args: Any, **options: Any) -> Any:
+        calls["exchanges"] += 1
+        return exchange(*args, **options)
+
+    def attending(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls["masked"] += options["attn_mask"] is not None
+        calls["causal"] += options["is_causal"]
+        calls["heads"].add(tuple(query.shape[1:3]))
+        return attend(query, *args, **options)
+
+    dist.all_to_all_single, F.scaled_dot_product_attention = exchanging, attending
+    try:
+        for checkpointing in ("none", "selective", "full"):
+            model = build("qwen3_moe")
+            parallelize(model, meshes, activation_checkpointing=checkpointing)
+            calls["exchanges"] = 0
+            loss_sum(model, slice_of("even")).backward()
+            seen[checkpointing] = calls["exchanges"]
+        for kind in ("even", "odd", "padded", "packed"):
+            calls |= {"masked": 0, "causal": 0, "heads": set()}
+            loss_sum(model, slice_of(kind))
+            seen[kind] = (calls["masked"], calls["causal"], calls["heads"])
+    finally:
+        dist.all_to_all_single, F.scaled_dot_product_attention = exchange, attend
+
+    pair = nn.ModuleDict({"student": build("qwen3_moe"), "teacher": build("gpt_oss")})
+    parallelize(pair, meshes, roots=list(pair.values()))
+    batch, whole = slice_of("padded"), shard_sequences(batch_of("padded", 0), rank=0, size=1)
+    with torch.no_grad():
+        seen["student"] = float(sum_over(pair["student"].eval(), batch) - loss_sum(build("qwen3_moe").eval(), whole))
+        seen["teacher"] = float(sum_over(pair["teacher"].eval(), batch) - loss_sum(build("gpt_oss").eval(), whole))
+    return seen
+
+
+def sum_over(model: nn.Module, batch: Batch) -> Tensor:
+    total = loss_sum(model, batch)
+    dist.all_reduce(total)
+    return total
+
+
+def test_what_attention_is_given(ranks: RankPool) -> None:
+    for seen in ranks.run(look, world=2):
+        assert seen["selective"] == seen["none"], "what was exchanged travels again when it is recomputed"
+        # Forward and recomputation of two layers: heads there and back, and of dispatch, what is not remembered.
+        assert seen["none"] < seen["full"]
+        for kind, length in (("even", 16), ("odd", 14)):
+            assert seen[kind] == (0, 2, {(2, length)}), "nothing that needs a mask, and the fast kernels are not used"
+        for kind in ("padded", "packed"):
+            assert seen[kind] == (2, 0, {(2, 16)})
+        assert abs(seen["student"]) < 1e-4 and abs(seen["teacher"]) < 1e-4

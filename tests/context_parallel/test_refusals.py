@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_moe_ep import MoELayer
-from lightning_moe_ep.context_parallel import shard_sequences
+from lightning_moe_ep.context_parallel import masks, shard_sequences
 from lightning_moe_ep.context_parallel.supported import check_supported
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import build_meshes
@@ -58,6 +59,13 @@ def with_unlike_heads() -> nn.Module:
     return model
 
 
+def with_attention(name: str) -> nn.Module:
+    AttentionInterface.register("maskless", sdpa_attention_forward)
+    model = build("qwen3_moe")
+    model.config._attn_implementation = name
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "heads": (lambda: build("qwen3_moe"), 3, "cp=3 does not divide the 4 attention heads of Qwen3MoeAttention"),
     "heads of a layer": (with_unlike_heads, 4, r"cp=4 does not divide the 2 attention heads .* use one of \[1, 2\]"),
@@ -72,6 +80,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "lstm": (lambda: with_part(nn.LSTM(64, 64)), 2, r"part \(LSTM\) is not known to leave tokens apart"),
     "shift": (lambda: with_part(Shifting()), 2, r"part \(Shifting\) uses roll, through which tokens may meet"),
     "attention": (lambda: with_part(AttentionOfItsOwn()), 2, r"\(AttentionOfItsOwn\) multiplies matrices and takes"),
+    "mask": (lambda: with_attention("maskless"), 2, "no mask function for attn_implementation='maskless'"),
+    "unknown": (
+        lambda: with_attention("unknown"),
+        2,
+        "Qwen3MoeAttention has an attn_implementation='unknown' of its own",
+    ),
     "norm": (lambda: with_part(nn.BatchNorm1d(64)), 2, r"part \(BatchNorm1d\) is not known to leave tokens apart"),
 }
 
@@ -149,6 +163,12 @@ def ask() -> dict[str, Any]:
         "ring padded": refused(ring, shard_sequences(batch_of("padded", 0), rank=rank, size=2)),
         "ring packed": refused(ring, shard_sequences(batch_of("packed", 0), rank=rank, size=2)),
     }
+    packed = shard_sequences(batch_of("packed", 0), rank=rank, size=2)
+    axes = packed["position_ids"].expand(4, -1, -1)
+    answers["axes"] = [
+        masks._whole_sequences(None, packed["attention_mask"], each, meshes.cp_mesh.get_group()).positions is not None
+        for each in (axes, axes[1:])
+    ]
     # After all that was refused, a forward is right: of the inner model, by embeddings, with gradients off.
     with torch.no_grad():
         hidden = model.model(**part).last_hidden_state
@@ -212,3 +232,4 @@ def test_batches(ranks: RankPool) -> None:
         assert max(answers["right"]) < 1e-5
         assert answers["others"] == [True, True], "a model that is not spread computes something else than before"
         assert answers["wrapped once"]
+        assert answers["axes"] == [True, False], "positions of text mark packing, places in pictures do not"
