@@ -36,6 +36,7 @@ from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretr
 from lightning_moe_ep.context_parallel import IGNORED_LABEL, gather_sequences, shifted
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.kernels import has_fused_loss, summing
 from lightning_moe_ep.optimizers import parameter_groups
 from lightning_moe_ep.other_lightning import name_the_import
 
@@ -213,8 +214,14 @@ class CausalLMModule(L.LightningModule):
         empty, group = not len(batch["input_ids"]), self._cp_group
         batch = self._own_part(batch)
         is_global = self.hparams.aux_loss == "global"
-        output = self(batch, **({"output_router_logits": True} if is_global else {}))
-        total, tokens = summed_loss(output.logits, batch["shift_labels"])
+        assert self.model is not None
+        targets = batch["shift_labels"]
+        fused = summing(targets) if has_fused_loss(self.model) else {}
+        output = self(batch, **({"output_router_logits": True} if is_global else {}), **fused)
+        if fused:
+            total, tokens = output.loss, (targets != IGNORED_LABEL).sum()
+        else:
+            total, tokens = summed_loss(output.logits, targets)
         accumulated = self.trainer.accumulate_grad_batches
         if "num_items_in_batch" in batch:
             # Averaging over the world, and Lightning's division by the window, cancel these factors.

@@ -30,20 +30,26 @@ from lightning_moe_ep.checkpoint import load_pretrained
 from lightning_moe_ep.context_parallel import ContextParallelMode, spread_attention, spread_over
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup, dispatch_here, dispatcher_class
 from lightning_moe_ep.experts import (
+    ROUTERS,
     Computation,
     ExpertsModule,
+    RouterDtype,
     SpreadExperts,
     check_not_quantized,
     choice_biases,
     expert_parameters,
     find_experts,
+    fit_outputs,
     is_spread,
     lone_expert_parameters,
     mark_spread,
     spread_experts,
+    with_routers,
 )
+from lightning_moe_ep.experts import keep_router_logits as have_logits_kept
 from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.kernels import apply_kernels, computation_for
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
@@ -66,6 +72,9 @@ def parallelize(
     cpu_offload: bool = False,
     fp32_modules: Sequence[str] = (),
     cp_mode: ContextParallelMode = "ulysses",
+    router_dtype: RouterDtype = "auto",
+    keep_router_logits: bool = False,
+    kernels: Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[nn.Module] | None = None,
     pretrained: str | Path | None = None,
@@ -91,6 +100,9 @@ def parallelize(
         fp32_modules: names of modules, or ends of their paths, that are gathered and computed in fp32, whatever the
             mixed precision of the rest; they must be called. What they return is fp32.
         cp_mode: at cp > 1, how attention sees whole sequences; see `ContextParallelMode`.
+        router_dtype: "float32" does the same for all routers, which are found by what they hold.
+        keep_router_logits: whether routers keep the logits of each forward; see `router_logits`.
+        kernels: names of attention and experts implementations of transformers, "liger" and "fla"; see `MoEEPStrategy`.
         mp_policy: FSDP2's mixed precision; its output dtype is applied at the roots only.
         roots: the modules that are called from outside, if `model` itself is not.
         pretrained: a Hugging Face folder; the transformers model that `model` is, or holds, is filled from it, each
@@ -99,13 +111,18 @@ def parallelize(
 
     Raises:
         NoExpertsError: the model has no experts module.
-        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, or at cp > 1 tokens
-            meet elsewhere than in an attention that goes through transformers' attention interface.
+        NotImplementedError: weights are quantised, an adapter is of a kind that cannot be spread, a router that is to
+            be in fp32 is not called as a module, or at cp > 1 tokens meet elsewhere than in an attention that goes
+            through transformers' attention interface.
         ValueError: ep does not divide the number of experts, the model is parallel already, a parameter is shared
             between modules that FSDP2 would shard apart, an option has a value that there is not, or no module has one
-            of these names, or it holds experts.
+            of these names, or it holds experts, or a router is not found; or a kernel that the model or the device
+            cannot have is asked for.
+        ImportError: what a kernel takes is not installed.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
+    computation = computation_for(kernels, computation)
+    fp32_modules = with_routers(fp32_modules, router_dtype)
     check_activation_checkpointing(activation_checkpointing)
     check_not_quantized(model)
     experts = find_experts(model)
@@ -117,6 +134,7 @@ def parallelize(
                 f"computation={computation!r} is not known to the experts of {found.name}"
                 f" ({type(found.module).__name__}); use one of {sorted(found.adapter.computations)}"
             )
+    apply_kernels(model, kernels, device_type=meshes.dense.device_type)
     meshes.layout.check_experts({found.name: found.num_experts for found in experts})
     if meshes.layout.cp > 1:
         spread_attention(model, meshes, mode=cp_mode)
@@ -129,7 +147,7 @@ def parallelize(
 
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
-        spread = _spread(found, meshes, policy, offloaded=cpu_offload)
+        spread = _spread(found, meshes, policy, offloaded=cpu_offload, compiled=compile_blocks)
         compute = partial(found.adapter.compute, computation=computation)
         dispatch: Callable[..., Tensor] = partial(dispatch_here, experts=compute, num_experts=found.num_experts)
         if meshes.host_ep_group is not None:
@@ -144,7 +162,7 @@ def parallelize(
             dispatch = partial(make_dispatcher(group), experts=compute)
         # Not a part of any graph: what it tells other ranks and asks of the host is of that moment.
         as_it_is = computation in ("auto", "native") or not found.adapter.by_compute_experts
-        dispatch = torch.compiler.disable(spread.telling(dispatch))
+        dispatch = torch.compiler.disable(spread.routing(found.adapter.completed(dispatch)))
         found.adapter.install(dispatch, alone=meshes.host_ep_group is None and as_it_is)
 
     inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
@@ -152,6 +170,8 @@ def parallelize(
     whole = {*lone_expert_parameters(model), *biases}
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    if ROUTERS in fp32_modules and units.in_fp32:
+        fit_outputs(model, policy.param_dtype or next(units.blocks[0].parameters()).dtype)
     for module in units.in_fp32:
         for parameter in module.parameters():
             parameter.data = parameter.data.float()
@@ -185,6 +205,8 @@ def parallelize(
     if meshes.layout.fsdp > 1:
         for sequence in units.sequences:
             _prefetch([block for block in sequence if block not in roots])
+    if keep_router_logits:
+        have_logits_kept(model, roots, meshes.host_group)
     if pretrained is not None:
         device = torch.device(meshes.dense.device_type)
         load_pretrained(model, pretrained, device=device, read_ahead=read_ahead)
@@ -243,7 +265,9 @@ def _prefetch(blocks: Sequence[nn.Module]) -> None:
         block.set_modules_to_forward_prefetch([following])
 
 
-def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool) -> SpreadExperts:
+def _spread(
+    found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, *, offloaded: bool, compiled: bool
+) -> SpreadExperts:
     """Leave this rank's slice of the experts on the module, as DTensors over ep (plain tensors at ep=1)."""
     parameters = {name: found.module.get_parameter(name) for name in found.adapter.parameters}
     by_fsdp = offloaded or not stay_whole((p.dtype for p in parameters.values()), meshes.layout, policy)
@@ -267,6 +291,8 @@ def _spread(found: ExpertsModule, meshes: Meshes, policy: MixedPrecisionPolicy, 
         first=first,
         mp_policy=policy,
         by_fsdp=by_fsdp,
+        host_group=meshes.host_group,
+        compiled=compiled,
     )
     mark_spread(found.module, spread)
     return spread

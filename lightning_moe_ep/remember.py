@@ -62,6 +62,11 @@ def exchanged_once(exchange: Callable[[], T]) -> T:
     return exchange() if region is None or not region.keeps_rows else region.answer(exchange)
 
 
+def is_remembering() -> bool:
+    """Whether what is asked now is kept, or remembered."""
+    return _region.get() is not None
+
+
 @contextmanager
 def unremembered() -> Iterator[None]:
     """What is asked inside is neither kept nor remembered: for what runs in the forward, but not in a recomputation."""

@@ -59,7 +59,7 @@ def find_units(
         model: plain.
         experts: its experts modules.
         roots: the modules that are called from outside, if `model` itself is not.
-        fp32_modules: names of modules that are gathered in fp32, which is a thing of mixed precision only.
+        fp32_modules: names of modules that are gathered in fp32, by themselves unless all is fp32 anyway.
         policy: the precision.
 
     Raises:
@@ -67,7 +67,7 @@ def find_units(
     """
     named = modules_called(model, fp32_modules)
     units = Units(
-        in_fp32=named if policy.param_dtype is not None else [],
+        in_fp32=named if policy.param_dtype is not None or not _is_fp32(model) else [],
         sequences=find_blocks(model, experts),
         roots=list(roots) if roots is not None else [model],
     )
@@ -133,6 +133,10 @@ def shard_dim(shape: Sequence[int], efsdp: int) -> int:
     """
     num_local, *width = shape
     return 1 if num_local % efsdp and width and width[0] % efsdp == 0 else 0
+
+
+def _is_fp32(module: nn.Module) -> bool:
+    return all(parameter.dtype == torch.float32 for parameter in module.parameters())
 
 
 def _check_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:

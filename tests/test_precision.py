@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from lightning_moe_ep import MoEEPStrategy
+from lightning_moe_ep import GroupedExperts, Layout, MoEEPStrategy, build_meshes, parallelize
+from lightning_moe_ep.experts import ROUTERS as FP32_ROUTERS
+from lightning_moe_ep.experts import find_routers, modules_called
 from lightning_moe_ep.fsdp import fsdp_modules
 from lightning_moe_ep.precision import FSDP2Precision
+from lightning_moe_ep.trees import map_tensors, tensors_of
 from tests import oracle
 from tests.contract import contract
+from tests.families.tiny import loss_of as loss_of_family
+from tests.families.tiny import tiny_batch, tiny_model
+from tests.list_models import BLOCKS
 from tests.matrix import mostly_more
-from tests.models import HIDDEN, OwnModel, build
+from tests.models import HIDDEN, OwnModel, build, loss_of, make_batch
 from tests.parity import Case, CaseModule, plain, train, trainer
 from tests.pool import RankPool
 
@@ -214,7 +225,9 @@ class WithRoutersInFP32(CaseModule):
         self.initial = plain(self.model, dict(self.model.named_parameters()))
 
 
-def _routers_in_fp32(case: Case, by_hand: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def _routers_in_fp32(
+    case: Case, by_hand: bool, by_name: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     L.seed_everything(7, verbose=False)
     module = WithRoutersInFP32(case)
     if by_hand:
@@ -225,7 +238,8 @@ def _routers_in_fp32(case: Case, by_hand: bool) -> tuple[dict[str, Tensor], dict
             module.trainer.strategy.parallelize(module.model)
 
         module.configure_model = configure_model  # type: ignore[method-assign]
-    strategy = MoEEPStrategy(ep=2, fp32_modules=[ROUTERS[case.kind]], **case.strategy)
+    how: Any = {"fp32_modules": [ROUTERS[case.kind]]} if by_name else {"router_dtype": "float32"}
+    strategy = MoEEPStrategy(ep=2, **how, **case.strategy)
     trainer(strategy, max_epochs=1, precision=case.precision).fit(module)
     return module.initial, module.gradients, module.seen
 
@@ -235,18 +249,21 @@ def _routers_in_fp32(case: Case, by_hand: bool) -> tuple[dict[str, Tensor], dict
     "single modules in fp32",
     "`MoEEPStrategy(fp32_modules=['mlp.gate'])` keeps routers, or others, in fp32 and has them compute in it",
 )
+@contract("Precision", "routers in fp32", '`MoEEPStrategy(router_dtype="float32")`, in bf16-mixed and bf16-true')
 @pytest.mark.parametrize(
-    ("kind", "precision", "dispatcher", "by_hand"),
+    ("kind", "precision", "dispatcher", "by_hand", "by_name"),
     [
-        ("own", "bf16-mixed", "all_to_all", False),
-        ("own", "bf16-true", "all_gather", True),
-        ("qwen3_moe", "bf16-true", "all_to_all", False),
-        ("qwen3_moe", "bf16-mixed", "all_gather", False),
+        ("own", "bf16-mixed", "all_to_all", False, True),
+        ("own", "bf16-true", "all_gather", True, False),
+        ("qwen3_moe", "bf16-true", "all_to_all", False, False),
+        ("qwen3_moe", "bf16-mixed", "all_gather", False, False),
     ],
 )
-def test_routers_in_fp32(ranks: RankPool, kind: str, precision: str, dispatcher: str, by_hand: bool) -> None:
+def test_routers_in_fp32(
+    ranks: RankPool, kind: str, precision: str, dispatcher: str, by_hand: bool, by_name: bool
+) -> None:
     case = Case(kind=kind, precision=precision, strategy={"dispatcher": dispatcher})
-    for initial, gradients, seen in ranks.run(_routers_in_fp32, case, by_hand, world=2):
+    for initial, gradients, seen in ranks.run(_routers_in_fp32, case, by_hand, by_name, world=2):
         fp32 = torch.float32
         others = {torch.bfloat16} if precision == "bf16-true" else {fp32}
         assert seen == {"input": fp32, "weight": fp32, "output": fp32, "gradient": fp32, "kept": fp32, "others": others}
@@ -254,6 +271,102 @@ def test_routers_in_fp32(ranks: RankPool, kind: str, precision: str, dispatcher:
         right = oracle.answer(case.kind, case.model, initial, case.batches())
         bf16 = oracle.answer(case.kind, case.model, initial, case.batches(), dtype=torch.bfloat16)
         assert error_of(gradients, right.gradients[0]) <= 1.5 * error_of(bf16.gradients[0], right.gradients[0])
+
+
+def _keep_call(seen: dict[str, Any], name: str, router: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    seen[name] = map_tensors(Tensor.detach, (args, kwargs)), output
+
+
+def _of_family(family: str, *, mixed: bool) -> None:
+    """Routers in fp32 give what the plain ones give in fp32 for the same inputs, and the model goes on in bf16."""
+    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    errors = []
+    for router_dtype in ("float32", "auto"):
+        torch.manual_seed(0)
+        model = build(family) if family in BLOCKS else tiny_model(family)
+        routers = {name: (router, copy.deepcopy(router)) for name, router in find_routers(model).items()}
+        if not mixed:
+            kept = {id(p) for router, _ in routers.values() for p in router.parameters()}
+            for parameter in model.parameters():
+                if id(parameter) not in kept or router_dtype == "auto":
+                    parameter.data = parameter.data.bfloat16()
+        seen: dict[str, Any] = {}
+        for name, (router, _) in routers.items():
+            router.register_forward_hook(partial(_keep_call, seen, name), with_kwargs=True)
+        meshes = build_meshes(Layout.for_world(2, ep=2), "cpu")
+        parallelize(model, meshes, mp_policy=in_bf16 if mixed else None, router_dtype=router_dtype)
+        blocks = {type(block) for block in model.modules() if isinstance(block, FSDPModule)}
+        assert len(blocks) > 1
+        batch = make_batch("own", 16, dist.get_rank()) if family in BLOCKS else tiny_batch(family, dist.get_rank())
+        if family in BLOCKS and not mixed:
+            batch["x"] = batch["x"].bfloat16()
+        loss = loss_of(model, batch) if family in BLOCKS else loss_of_family(family, model, batch)
+        loss.backward()
+        assert all(p.grad is not None for router, _ in routers.values() for p in router.parameters() if p.requires_grad)
+        error = 0.0
+        for name, (args, output) in seen.items():
+            (fp32, named) = map_tensors(lambda t: t.float() if t.is_floating_point() else t, args)
+            with torch.no_grad():
+                right = tensors_of(routers[name][1](*fp32, **named))
+            for ours, theirs in zip(tensors_of(output), right, strict=True):
+                if ours.is_floating_point() and ours.dtype == torch.float32:
+                    error = max(error, float((ours - theirs).abs().max()))
+        errors.append(error)
+    assert errors[0] < 1e-5, errors
+    assert errors[1] == 0 or errors[1] > 1e-4, errors
+
+
+ROUTERS_OF = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "gemma4_text", "llama4_text", "dbrx", "jetmoe")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("family", [*ROUTERS_OF, "inkling_text", "zaya", *BLOCKS])
+def test_routers_of_families_in_fp32(ranks: RankPool, family: str, mixed: bool) -> None:
+    ranks.run(partial(_of_family, mixed=mixed), family, world=2)
+
+
+class BareRouter(nn.Module):
+    """Uses its router's weight, but does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4, bias=False), GroupedExperts(8, 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = torch.nn.functional.linear(x, self.gate.weight).softmax(dim=-1).topk(2)
+        return self.experts(x, index, weights)
+
+
+def test_a_router_that_is_not_called_is_refused() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([BareRouter()])})
+    with pytest.raises(NotImplementedError, match=r"gather layers\.0\.gate by itself .* BareRouter uses its weight"):
+        modules_called(model, [FP32_ROUTERS])
+    with pytest.raises(ValueError, match=r"router_dtype='fp32' is not known; use one of \['auto', 'float32'\]"):
+        MoEEPStrategy(router_dtype="fp32")  # type: ignore[arg-type]
+
+
+def _saved_dtypes(path: Path) -> None:
+    torch.manual_seed(0)
+    strategy = MoEEPStrategy(ep=2, router_dtype="float32", save_distributed_checkpoint=False)
+    module = CaseModule(Case(kind="qwen3_moe", frozen="mlp.gate", steps=2))
+    run = trainer(strategy, max_steps=1, precision="bf16-true")
+    run.fit(module)
+    run.save_checkpoint(path)
+    state = torch.load(path, weights_only=False)["state_dict"]
+    of_routers = {tensor.dtype for name, tensor in state.items() if "mlp.gate" in name}
+    assert of_routers == {torch.float32} and torch.bfloat16 in {tensor.dtype for tensor in state.values()}
+    again = CaseModule(Case(kind="qwen3_moe", frozen="mlp.gate", steps=2))
+    strategy = MoEEPStrategy(ep=1, router_dtype="float32", save_distributed_checkpoint=False)
+    trainer(strategy, max_steps=2, precision="bf16-true").fit(again, ckpt_path=path)
+    for name, weight in plain(again.model, dict(again.model.named_parameters())).items():
+        if "mlp.gate" in name:
+            assert weight.dtype == torch.float32 and torch.equal(weight, state[f"model.{name}"])
+
+
+@pytest.mark.more
+def test_checkpoints_keep_routers_in_fp32_also_frozen_ones(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_saved_dtypes, tmp_path / "one.ckpt", world=2)
 
 
 def _refused_names() -> list[str]:

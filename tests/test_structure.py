@@ -40,6 +40,7 @@ FLOORS = {
     "transformers_models": 1,
     "callbacks": 2,
     "causal_lm": 4,
+    "kernels": 2,
     "layout": 1,
     "shards": 1,
     "experts": 1,

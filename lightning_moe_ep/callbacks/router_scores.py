@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ep.callbacks.load_report import Floats
+from lightning_moe_ep.experts import logits_of
 from lightning_moe_ep.rows import is_recomputation
 
 
@@ -65,13 +66,8 @@ class RouterScores:
         self._logits = None
         if not self.counting or is_recomputation():
             return
-        outputs = output if isinstance(output, tuple) else (output,)
-        logits = [
-            each
-            for each in outputs
-            if isinstance(each, Tensor) and each.is_floating_point() and each.shape[-1:] == (self._num_experts,)
-        ]
-        self._logits = logits[-1].detach() if logits else None
+        logits = logits_of(output, self._num_experts)
+        self._logits = None if logits is None else logits.detach()
 
     def count(self, top_k_index: Tensor, top_k_weights: Tensor) -> None:
         """The router's last logits came to this choice, `[T, K]` each."""

@@ -46,6 +46,13 @@ class Watcher(Protocol):
         """Both `[T, K]`, of this rank's tokens; an id outside `[0, E)` chooses no expert."""
 
 
+class Replacement(Protocol):
+    """Says how a forward is routed in place of the model."""
+
+    def __call__(self, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """From the model's own `[T, K]`, of this rank's tokens, to others; None: the weights are as they are."""
+
+
 class ExpertsAdapter(ABC):
     """Base of all adapters; see `register_experts`.
 
@@ -67,6 +74,9 @@ class ExpertsAdapter(ABC):
 
     called_with_routing: bool = True
     """Whether the plain module is called with the routing, as its second and third argument or by these names."""
+
+    routes_tokens: bool = True
+    """Whether what is dispatched are the model's tokens with their routing, not rows that the model sorted itself."""
 
     block: nn.Module | None = None
     """The module around that calls the experts, where its forward is what `install` replaces: it stays in one piece."""
@@ -95,6 +105,10 @@ class ExpertsAdapter(ABC):
 
     def prepare(self) -> None:  # noqa: B027
         """Change what has to change in the model before the experts are spread; by default nothing."""
+
+    def completed(self, dispatch: Dispatch) -> Dispatch:
+        """`dispatch` and what else the routing decides of a token, on its own rank; by default nothing."""
+        return dispatch
 
     def install(self, dispatch: Dispatch, *, alone: bool) -> None:
         """Put `dispatch` in place of the module's own way to its experts.

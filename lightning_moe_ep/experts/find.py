@@ -76,28 +76,6 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     return found
 
 
-def modules_called(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules whose paths are, or end in, one of these names; inner ones first.
-
-    Raises:
-        ValueError: there is none for a name, or it has experts in it.
-    """
-    experts = {found.module: found.name for found in find_experts(model)} if names else {}
-    found: dict[nn.Module, int] = {}
-    for name in names:
-        matching = {m: path.count(".") for path, m in model.named_modules() if f".{path}".endswith(f".{name}")}
-        if not matching:
-            raise ValueError(
-                f"fp32_modules has {name!r}, but no module's path ends so; the experts are at"
-                f" {next(iter(experts.values()))}"
-            )
-        for module in matching:
-            if inside := [experts[part] for part in module.modules() if part in experts]:
-                raise ValueError(f"fp32_modules has {name!r}, a module with the experts {inside[0]} in it; name others")
-        found.update(matching)
-    return sorted(found, key=lambda module: -found[module])
-
-
 def _check_no_adapters_inside(name: str, adapter: ExpertsAdapter) -> None:
     base = adapter.base if isinstance(adapter, LoraExperts) else adapter
     for inner, part in base.module.named_modules():

@@ -44,6 +44,7 @@ class LoraExperts(ExpertsAdapter):
         super().__init__(wrappers[0])
         self.base = base
         self.computations = base.computations  # those of this one, not of the class
+        self.routes_tokens = base.routes_tokens
         self._wrappers = {"base_layer." * depth: wrapper for depth, wrapper in enumerate(wrappers)}
         self._transposed = getattr(base.module, "is_transposed", False)  # as PEFT saw it, before base.prepare()
         self._base_prefix = "base_layer." * len(wrappers)
@@ -83,6 +84,10 @@ class LoraExperts(ExpertsAdapter):
                 linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
         for wrapper in self._wrappers.values():
             wrapper.reset_lora_parameters = partial(_reset, wrapper)
+
+    @override
+    def completed(self, dispatch: Dispatch) -> Dispatch:
+        return self.base.completed(dispatch)
 
     @override
     def install(self, dispatch: Dispatch, *, alone: bool) -> None:

@@ -33,6 +33,7 @@ class ModuleListExperts(ExpertsAdapter):
     block: nn.Module
     equal_tokens = False  # how many rows a rank sends is up to the block
     called_with_routing = False
+    routes_tokens = False
 
     def __init__(self, module: nn.ModuleList, around: Sequence[nn.Module], widths: tuple[int, int]) -> None:
         super().__init__(module)

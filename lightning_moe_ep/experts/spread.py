@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, Watcher
+from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, Replacement, Watcher
+from lightning_moe_ep.remember import once
 from lightning_moe_ep.rows import RoutingStatistics
 
 _ATTRIBUTE = "_spread_experts"
@@ -34,11 +36,20 @@ class SpreadExperts:
     by_fsdp: bool
     """Whether FSDP2 manages the experts' weights; if not, each rank holds its experts whole, and no other has them."""
 
+    host_group: dist.ProcessGroup | None = None
+    """All ranks, for values of the host."""
+
+    compiled: bool = False
+    """Whether the blocks around are compiled."""
+
     statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
     """What was routed, counted on the device; nothing at ep=1."""
 
     watchers: list[Watcher] = field(default_factory=list)
     """Told of the routing of each forward; see `watch_routing`."""
+
+    replacements: list[Replacement] = field(default_factory=list)
+    """The last, if any, says how a forward is routed; see `replace_routing`."""
 
     @property
     def num_local(self) -> int:
@@ -48,14 +59,23 @@ class SpreadExperts:
         for watcher in self.watchers:
             watcher(top_k_index, top_k_weights)
 
-    def telling(self, dispatch: Dispatch) -> Dispatch:
-        """A dispatch that tells the watchers first."""
+    def route(self, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The routing that holds: the model's own, or what replaces it. Watchers are told."""
+        # Asked in every forward, so that a recomputation, whenever it runs, goes by what was answered in its forward.
+        replaced = once(lambda: self.replacements[-1](top_k_index, top_k_weights) if self.replacements else None)
+        if replaced is not None:
+            top_k_index, weights = replaced
+            top_k_weights = top_k_weights if weights is None else weights
+        self.tell(top_k_index, top_k_weights)
+        return top_k_index, top_k_weights
 
-        def tell_and_dispatch(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            self.tell(top_k_index, top_k_weights)
-            return dispatch(hidden, top_k_index, top_k_weights)
+    def routing(self, dispatch: Dispatch) -> Dispatch:
+        """A dispatch by the routing that holds."""
 
-        return tell_and_dispatch
+        def route_and_dispatch(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return dispatch(hidden, *self.route(top_k_index, top_k_weights))
+
+        return route_and_dispatch
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that carry the expert dimension; the module may have others, which all experts share."""

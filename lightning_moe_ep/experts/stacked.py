@@ -69,7 +69,7 @@ class NativeExperts(ExpertsAdapter):
         @torch.compiler.disable
         def original(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             if (spread := spread_of(self.module)) is not None:
-                spread.tell(index, weights)
+                index, weights = spread.route(index, weights)
             return own(hidden, index, weights)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,12 @@ def tell_parameters(trainer: L.Trainer, module: nn.Module) -> None:
         f"{_count(everything)} parameters, {_count(experts)} of them in experts; on this rank"
         f" {get_human_readable_count(here[0])} and {get_human_readable_count(here[1])}"
     )
+
+
+def log_kernels(trainer: L.Trainer, kernels: Sequence[str]) -> None:
+    """Have the run's hyperparameters say which kernels were chosen, if any were."""
+    for logger in trainer.loggers if kernels else ():
+        logger.log_hyperparams({"kernels": list(kernels)})
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> str:

@@ -33,10 +33,11 @@ from lightning_moe_ep.callbacks import ExpertGradientCallback, averaging_of
 from lightning_moe_ep.context_parallel import ContextParallelMode, gather_sequences, shard_sequences
 from lightning_moe_ep.data import Uneven
 from lightning_moe_ep.dispatch import CombineDtype
-from lightning_moe_ep.experts import Computation, ep_size, lone_expert_parameters
+from lightning_moe_ep.experts import Computation, RouterDtype, ep_size, lone_expert_parameters, with_routers
 from lightning_moe_ep.fsdp import reshard
 from lightning_moe_ep.gradients import is_replicated
 from lightning_moe_ep.initialization import broadcast_seed, make_replicas_equal, materialize, seeded
+from lightning_moe_ep.kernels import check_kernels, computation_for
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import Meshes, build_meshes, let_gloo_finish_at_exit
 from lightning_moe_ep.optimizers import check_finetuning
@@ -49,7 +50,7 @@ from lightning_moe_ep.parallelize import (
 from lightning_moe_ep.precision import FSDP2Precision, refuse_fp16_in_disguise
 from lightning_moe_ep.strategy.choosing import ChoosingStrategy
 from lightning_moe_ep.strategy.loading import LoadingStrategy
-from lightning_moe_ep.strategy.logs import LoggingStrategy, tell_parameters
+from lightning_moe_ep.strategy.logs import LoggingStrategy, log_kernels, tell_parameters
 from lightning_moe_ep.strategy.stepping import SteppingStrategy
 from lightning_moe_ep.units import top_level_modules
 
@@ -73,6 +74,9 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         compile_blocks: bool = False,
         cpu_offload: bool = False,
         fp32_modules: Sequence[str] = (),
+        router_dtype: RouterDtype = "auto",
+        keep_router_logits: bool = False,
+        kernels: Sequence[str] = (),
         reduce_every_micro_batch: bool = False,
         uneven: Uneven = "stop",
         save_distributed_checkpoint: bool = True,
@@ -110,6 +114,13 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
                 the optimizer's step there.
             fp32_modules: Modules that are kept in fp32, and compute in it, in bf16-true and bf16-mixed: by the end of
                 their paths, such as "mlp.gate" for the routers of Qwen3-MoE.
+            router_dtype: "float32": routers, which are found by what they hold, are kept in fp32 and compute in it, in
+                bf16-true and bf16-mixed. "auto": as the precision says.
+            keep_router_logits: Keep what routers say of all experts, `[T, E]` a layer, until the next forward, for a
+                loss of your own: `router_logits(module)` reads it.
+            kernels: What models of transformers compute with, by name: an attention ("sdpa", "flash_attention_2", ...),
+                an experts implementation ("batched_mm", "experts:eager", ...; `computation` is "native" then), "liger"
+                (norms, and a loss fused with the head), "fla" or "fla:32" (flash-linear-attention, and its chunks).
             reduce_every_micro_batch: Reduce gradients in every micro-batch of an accumulation window, which needs
                 less memory, instead of once per optimizer step.
             uneven: What comes of unequal numbers of batches in training, validation and test: all ranks "stop" with
@@ -124,8 +135,9 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
 
         Raises:
             ValueError: ep, replicate or cp is not a positive integer; there is no such cp_mode, dispatcher,
-                computation, combine_dtype, activation_checkpointing or uneven; or async_save is asked for with
-                save_distributed_checkpoint=False.
+                computation, combine_dtype, router_dtype, activation_checkpointing, uneven or kernel; two kernels are
+                for the same thing; or async_save is asked for with save_distributed_checkpoint=False.
+            ImportError: What a kernel takes is not installed.
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
@@ -135,6 +147,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
             raise ValueError(f"cp={cp!r} must be a number of ranks, at least 1")
         check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
         check_activation_checkpointing(activation_checkpointing)
+        check_kernels(kernels)
         super().__init__(
             uneven=uneven,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -148,14 +161,16 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         self.parallelize_options: dict[str, Any] = {
             "cp_mode": cp_mode,
             "dispatcher": dispatcher,
-            "computation": computation,
+            "computation": computation_for(kernels, computation),
             "combine_dtype": combine_dtype,
             "equal_tokens": equal_tokens,
             "reshard_after_forward": reshard_after_forward,
             "activation_checkpointing": activation_checkpointing,
             "compile_blocks": compile_blocks,
             "cpu_offload": cpu_offload,
-            "fp32_modules": list(fp32_modules),
+            "fp32_modules": with_routers(fp32_modules, router_dtype),
+            "keep_router_logits": keep_router_logits,
+            "kernels": list(kernels),
         }
         """What `parallelize` is called with, beside the meshes and the precision."""
         self.init_on_meta = init_on_meta
@@ -342,6 +357,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             tell_parameters(trainer, module)
+            log_kernels(trainer, self.parallelize_options["kernels"])
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

@@ -23,6 +23,7 @@ class JetMoeLinear(ExpertsAdapter):
 
     parameters = ("weight",)
     called_with_routing = False
+    routes_tokens = False
 
     @classmethod
     @override

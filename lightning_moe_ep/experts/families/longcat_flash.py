@@ -49,9 +49,12 @@ class LongcatFlashExperts(ExpertsAdapter):
             self.module.register_parameter(name, nn.Parameter(part.clone(), requires_grad=whole.requires_grad))
 
     @override
-    def call(self, dispatch: Dispatch, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        zero = torch.where(top_k_index >= self.num_experts, top_k_weights, 0).sum(dim=1, keepdim=True)
-        return dispatch(hidden_states, top_k_index, top_k_weights) + (hidden_states * zero).to(hidden_states.dtype)
+    def completed(self, dispatch: Dispatch) -> Dispatch:
+        def with_zero_experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            zero = torch.where(top_k_index >= self.num_experts, top_k_weights, 0).sum(dim=1, keepdim=True)
+            return dispatch(hidden, top_k_index, top_k_weights) + (hidden * zero).to(hidden.dtype)
+
+        return with_zero_experts
 
     @override
     def compute(self, rows: Tensor, groups: RowGroups, weights: Tensor | None, *, computation: Computation) -> Tensor:

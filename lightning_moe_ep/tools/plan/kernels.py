@@ -6,18 +6,20 @@ grouped_mm takes bf16 only, and attention is that of a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_ep.context_parallel import masks
+from lightning_moe_ep.kernels import kernel_named, outermost_models
 
 
 @contextmanager
@@ -96,3 +98,32 @@ class _Attention(torch.autograd.Function):
             tensor.new_empty(tensor.shape) if needed else None
             for tensor, needed in zip(ctx.saved_tensors[:3], ctx.needs_input_grad, strict=True)
         )
+
+
+def with_kernels(build: Callable[[], nn.Module], names: Sequence[str]) -> tuple[Callable[[], nn.Module], list[str]]:
+    """`build` whose models compute with a run's `kernels`, as far as that can be traced; and what cannot, in lines.
+
+    They need not be installed here. Any attention that is one kernel keeps what torch's own keeps.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+    kernels = [kernel_named(name) for name in names]
+    told = {
+        "liger": "liger's loss keeps no logits, which are planned with the activations",
+        "fla": "linear attention is planned as transformers computes it without flash-linear-attention",
+        "sonicmoe": "experts are planned as transformers computes them by itself, not by sonicmoe",
+    }
+    return partial(_built_with, build, tuple(names)), [told[k.name] for k in kernels if k.name in told]
+
+
+def _built_with(build: Callable[[], nn.Module], names: Sequence[str]) -> nn.Module:
+    model = build()
+    for kernel in map(kernel_named, names):
+        for top in outermost_models(model):
+            if kernel.kind == "attention":
+                eager = kernel.name == "eager" or not top._supports_sdpa
+                top.set_attn_implementation("eager" if eager else "sdpa")
+            elif kernel.kind == "experts" and kernel.name != "sonicmoe":
+                top.set_experts_implementation(kernel.name)
+    return model

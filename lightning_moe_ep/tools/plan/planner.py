@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from lightning_moe_ep.context_parallel.supported import check_supported
+from lightning_moe_ep.experts import with_routers
+from lightning_moe_ep.kernels import computation_for
 from lightning_moe_ep.layout import Layout, divisors_of
 from lightning_moe_ep.parallelize import check_options
 from lightning_moe_ep.planning.exchange import chosen_dispatcher
@@ -22,6 +24,7 @@ from lightning_moe_ep.planning.shapes import ModelShapes, shapes_of
 from lightning_moe_ep.planning.wire import Step, layers_of
 from lightning_moe_ep.tools.plan.activations import CausalLM
 from lightning_moe_ep.tools.plan.exact import resident_exactly
+from lightning_moe_ep.tools.plan.kernels import with_kernels
 from lightning_moe_ep.tools.plan.layouts import DISPATCHERS, Candidate, Row, candidates, order, reason_for, rows_of
 from lightning_moe_ep.tools.plan.load import Loading
 from lightning_moe_ep.tools.plan.needs import needs_by
@@ -91,12 +94,15 @@ def plan(
     if cp is not None and len({*cp}) == 1:
         options["cp"] = cp[0]
     own_cp = options.get("cp", 1)
+    build, untraced = with_kernels(build, options.get("kernels", ()))
+    options["computation"] = computation_for(options.get("kernels", ()), options.get("computation", "auto"))
+    options["fp32_modules"] = with_routers(options.get("fp32_modules", ()), options.get("router_dtype", "auto"))
     check_options(
         **{name: options.get(name, "auto") for name in ("dispatcher", "computation", "combine_dtype")},
         cp_mode=options.get("cp_mode", "ulysses"),
     )
     model = build()
-    shapes = shapes_of(model, precision=precision, fp32_modules=options.get("fp32_modules", ()))
+    shapes = shapes_of(model, precision=precision, fp32_modules=options["fp32_modules"])
     loading = Loading(model, shapes)
     look = look_at(model, shapes, length=length)
     states = observe_states(model)
@@ -165,6 +171,7 @@ def plan(
             note
             for note in (
                 told,
+                *untraced,
                 states.assumed,
                 look.assumed,
                 _unknown_note(yours),

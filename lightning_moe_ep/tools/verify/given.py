@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_moe_ep.callbacks import ExpertGradientCallback
+from lightning_moe_ep.kernels import without_kernels_for_bf16
 from lightning_moe_ep.strategy import MoEEPStrategy
 
 STEPS = 2
@@ -68,6 +69,13 @@ def strategy_of(strategy: object) -> MoEEPStrategy:
             " --trainer.strategy lightning_moe_ep.MoEEPStrategy --trainer.strategy.ep N"
         )
     return strategy
+
+
+def keep_fp32_kernels(strategy: MoEEPStrategy) -> list[str]:
+    """Leave out the kernels that do not compute in fp32, and say so, in lines."""
+    kept, left_out = without_kernels_for_bf16(strategy.parallelize_options["kernels"])
+    strategy.parallelize_options["kernels"] = kept
+    return [f"left out of kernels, as they take no fp32: {', '.join(left_out)}"] if left_out else []
 
 
 def options_of(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from lightning_moe_ep.causal_lm import CausalLMModule
 from lightning_moe_ep.checkpoint import pretrained_config
 from lightning_moe_ep.tools.reading import FitArguments
-from lightning_moe_ep.tools.verify.given import Given, Made, options_of, strategy_of
+from lightning_moe_ep.tools.verify.given import Given, Made, keep_fp32_kernels, options_of, strategy_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """How configurations of transformers call E."""
@@ -55,7 +55,9 @@ def read(
         if "seed_everything" in config and config.seed_everything is not False:
             L.seed_everything(config.seed_everything, workers=True, verbose=False)
         module, datamodule, options = reader.make()
-        return Made(module, datamodule, strategy_of(options.get("strategy")), *options_of(options))
+        strategy = strategy_of(options.get("strategy"))
+        run, changes = options_of(options)
+        return Made(module, datamodule, strategy, run, [*changes, *keep_fp32_kernels(strategy)])
 
     return Given(make, layers=layers, weights_only=config.get("weights_only"), changes=changes)
 

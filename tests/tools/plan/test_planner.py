@@ -18,6 +18,7 @@ from lightning_moe_ep.planning.shapes import shapes_of
 from lightning_moe_ep.tools.plan import needs, planner
 from lightning_moe_ep.tools.plan.apart import ApartError
 from lightning_moe_ep.tools.plan.config import read_run
+from lightning_moe_ep.tools.plan.kernels import with_kernels
 from lightning_moe_ep.tools.plan.layouts import Needs, candidates, order, reason_for, rows_of
 from lightning_moe_ep.tools.plan.planner import _confirm
 from tests.cli.processes import QUICKSTART
@@ -305,3 +306,24 @@ def test_a_large_model_in_a_minute() -> None:
     )
     assert _cpu_seconds() - start < 75
     assert result.confirmed and result.parameters == 30_532_122_624
+
+
+def test_kernels_that_a_run_has() -> None:
+    """Installed or not: what can be traced is, the rest is told."""
+    run = read_run([*TINY, "--trainer.strategy.init_args.kernels", "[flash_attention_2, liger]"])
+    assert run.strategy is not None and run.strategy["kernels"] == ["flash_attention_2", "liger"]
+    build, told = with_kernels(run.build, ["flash_attention_2", "liger", "experts:eager"])
+    config = build().model.config
+    assert (config._attn_implementation, config._experts_implementation) == ("sdpa", "eager")
+    assert told == ["liger's loss keeps no logits, which are planned with the activations"]
+    with pytest.raises(ValueError, match="'flash', which is not known"):
+        with_kernels(run.build, ["flash"])
+
+
+@pytest.mark.more
+def test_an_eager_attention_keeps_its_scores(planned: Plan) -> None:
+    run = read_run(TINY)
+    options = {**(run.strategy or {}), "kernels": ["eager"], "router_dtype": "float32"}
+    eager = plan(run.build, world=4, sequences=4, length=32, precision="bf16-true", strategy=options, machine=MACHINE)
+    at_peak = [max(row.needs.at_peak["activations"] for row in of.rows) for of in (planned, eager)]
+    assert at_peak[0] < at_peak[1]

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_moe_ep.tools.verify.memory as memory
-from lightning_moe_ep import verify
+from lightning_moe_ep import MoEEPStrategy, verify
 from lightning_moe_ep.cli.main import main
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.tools.verify.given import keep_fp32_kernels
 from lightning_moe_ep.tools.verify.measure import other_ep
 from lightning_moe_ep.tools.verify.reading import read, smaller
 from tests.cli.processes import QUICKSTART
@@ -98,6 +99,14 @@ def test_a_rank_does_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(RuntimeError, match="under torchrun use the command"):
         verify("run.yaml")
+
+
+def test_kernels_that_take_no_fp32_are_left_out() -> None:
+    strategy = MoEEPStrategy()
+    strategy.parallelize_options["kernels"] = ["flash_attention_2", "liger", "kernels-community/flash-attn2"]
+    told = "left out of kernels, as they take no fp32: flash_attention_2, kernels-community/flash-attn2"
+    assert keep_fp32_kernels(strategy) == [told]
+    assert strategy.parallelize_options["kernels"] == ["liger"] and keep_fp32_kernels(strategy) == []
 
 
 def test_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
