@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `function` of each leaf, which is whatever is no container, in its place."""
     return tree_map(function, tree)
+
+
+def containers_copied(tree: Any) -> Any:
+    """`tree` with containers of its own, which may be changed, and the same tensors."""
+    return map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), tree)
 
 
 def leaves_of(tree: Any) -> list[Any]:

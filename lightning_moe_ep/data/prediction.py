@@ -8,7 +8,6 @@ first take part in this way, so that each sample is written once.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_moe_ep.data.alike import raise_unlike, unlike
@@ -25,7 +23,7 @@ from lightning_moe_ep.data.around import LoaderAround
 from lightning_moe_ep.data.host import Host, raise_together
 from lightning_moe_ep.data.lockstep import start
 from lightning_moe_ep.data.split import warn_of_equal_batches
-from lightning_moe_ep.trees import map_leaves
+from lightning_moe_ep.trees import containers_copied
 
 _ENDLESS = 2**40
 """A length that no loop reaches."""
@@ -100,11 +98,11 @@ class PredictionLoader(LoaderAround):
                 # Some rank has nothing to repeat; it takes a batch of the first rank that has one.
                 last = self._host.send(batch, self._host.gather(len(batch)).index(1))
             if batch:
-                last = _copy(batch)  # as the loop may change it
+                last = containers_copied(batch)  # as the loop may change it
             if batch and not self._host.rank % self._host.cp:
                 yield batch[0]
             else:
-                _take_part(self._trainer, _copy(last)[0], number, index)
+                _take_part(self._trainer, containers_copied(last)[0], number, index)
 
 
 def _next(batches: Iterator[Any]) -> tuple[list[Any], Exception | None]:
@@ -112,11 +110,6 @@ def _next(batches: Iterator[Any]) -> tuple[list[Any], Exception | None]:
         return list(itertools.islice(batches, 1)), None
     except Exception as error:
         return [], error
-
-
-def _copy(tree: Any) -> Any:
-    """Containers of its own, with the same tensors."""
-    return map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), tree)
 
 
 def _take_part(trainer: L.Trainer, batch: Any, number: int, index: int) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe_ep.context_parallel import shard_sequences
+from lightning_moe_ep.context_parallel import gather_sequences, shard_sequences
+from lightning_moe_ep.trees import containers_copied
 
 
 class OneProcess(SingleDeviceStrategy):
@@ -21,6 +22,8 @@ class OneProcess(SingleDeviceStrategy):
 
     materializes_meta = True
     """The measured weights come in."""
+
+    cp = 1
 
     def __init__(self, device: torch.device, *, world_size: int, on_meta: bool) -> None:
         super().__init__(device)
@@ -48,6 +51,9 @@ class OneProcess(SingleDeviceStrategy):
         """Sequences are whole here."""
         return shard_sequences(batch, rank=0, size=1)
 
+    def gather_sequences(self, sliced: Tensor, *, length: int) -> Tensor:
+        return gather_sequences(sliced, length=length, group=None)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._repeats:
@@ -72,7 +78,8 @@ class OneProcess(SingleDeviceStrategy):
         """The module's `training_step`, with the batch of a rank, and as if on it."""
         self.global_rank = rank
         try:
-            return super().training_step(batches[rank], *args, **kwargs)
+            # It is called more than once with a batch, out of which it may take things.
+            return super().training_step(containers_copied(batches[rank]), *args, **kwargs)
         finally:
             self.global_rank = 0
             self.chosen_by_rank[rank] += self.chosen

@@ -8,10 +8,11 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_moe_ep import CausalLMModule, MoEEPStrategy
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy, load_balancing_loss
 from lightning_moe_ep.tools.verify.compare import compare
 from lightning_moe_ep.tools.verify.given import Given, Made, options_of
 from lightning_moe_ep.tools.verify.measure import measure
@@ -52,7 +53,7 @@ class MeanOfSlice(Right):
         batch = self.trainer.strategy.shard_sequences(batch)
         targets = batch.pop("shift_labels")
         logits = self.model(**{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class DrawsInHook(Right):
@@ -61,6 +62,25 @@ class DrawsInHook(Right):
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
         batch["input_ids"][0, 0] = self.global_rank
         return batch
+
+
+class Own(Right):
+    """Asks the strategy for what docs/long_sequences.md says: its load-balancing loss is over the cp group's tokens."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        strategy, length = self.trainer.strategy, batch["input_ids"].shape[1]
+        items, micro_batches = batch.pop("num_items_in_batch"), batch.pop("num_micro_batches")
+        batch = strategy.shard_sequences(batch)
+        targets = batch.pop("shift_labels")
+        output = self(batch)
+        assert strategy.gather_sequences(output.logits, length=length).shape[1] == length
+        total = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        aux_loss = output.aux_loss
+        if strategy.cp > 1:
+            group = strategy.meshes.cp_mesh.get_group()
+            aux_loss = load_balancing_loss(output.router_logits, 8, 2, batch["attention_mask"], group=group)
+        accumulated = self.trainer.accumulate_grad_batches
+        return accumulated * (total * self.trainer.world_size / items + 0.1 * aux_loss / micro_batches)
 
 
 Run = tuple[type[Right], int, int, int]
@@ -99,8 +119,10 @@ def test_a_right_run_raises_no_alarm(ranks: RankPool) -> None:
 
 @pytest.mark.more
 def test_what_is_wrong_is_named(ranks: RankPool) -> None:
-    right, mean, draws = reports(ranks, (Right, 4, 2, 4), (MeanOfSlice, 4, 2, 2), (DrawsInHook, 4, 2, 2))
+    runs = (Right, 4, 2, 4), (Own, 4, 2, 2), (MeanOfSlice, 4, 2, 2), (DrawsInHook, 4, 2, 2)
+    right, own, mean, draws = reports(ranks, *runs)
     assert right.right, right.text()
+    assert own.right, own.text()
     assert "loss-wrong" in [fault.name for fault in mean.faults], mean.text()
     assert draws.faults[0].name == "unlike-batches", draws.text()
     assert draws.faults[0].text.startswith("ranks 0 and 1 are one cp group, but have unlike batches")
