@@ -49,7 +49,7 @@ from lightning_moe_ep.experts import (
 from lightning_moe_ep.experts import keep_router_logits as have_logits_kept
 from lightning_moe_ep.fsdp import gather_anew_when_changed
 from lightning_moe_ep.initialization import materialize
-from lightning_moe_ep.kernels import apply_kernels, computation_for
+from lightning_moe_ep.kernels import apply_kernels, check_kernels, computation_for, kernel_named
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.lora import guard_peft
 from lightning_moe_ep.mesh import Meshes
@@ -121,6 +121,7 @@ def parallelize(
         ImportError: what a kernel takes is not installed.
     """
     check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
+    check_kernels(kernels)
     computation = computation_for(kernels, computation)
     fp32_modules = with_routers(fp32_modules, router_dtype)
     check_activation_checkpointing(activation_checkpointing)
@@ -130,8 +131,9 @@ def parallelize(
         if is_spread(found.module):
             raise ValueError(f"the experts of {found.name} are spread already; parallelize a model once")
         if computation not in found.adapter.computations:
+            chosen = [f"kernels has {name!r}, so that " for name in kernels if kernel_named(name).kind == "experts"]
             raise ValueError(
-                f"computation={computation!r} is not known to the experts of {found.name}"
+                f"{''.join(chosen)}computation={computation!r} is not known to the experts of {found.name}"
                 f" ({type(found.module).__name__}); use one of {sorted(found.adapter.computations)}"
             )
     apply_kernels(model, kernels, device_type=meshes.dense.device_type)

@@ -81,7 +81,8 @@ def fit_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     routers = find_routers(model)
     of_routers = {routers[found.name]: found for found in find_experts(model)}
     for router, found in of_routers.items():
-        router.register_forward_hook(partial(_fit_output, found, dtype))
+        # FSDP2's hooks around it break the graph anyhow; torch 2.13 compiles this loop over types wrongly.
+        router.register_forward_hook(torch.compiler.disable(partial(_fit_output, found, dtype)))
 
 
 def _fit_output(found: ExpertsModule, dtype: torch.dtype, router: nn.Module, args: Any, output: Any) -> Any:

@@ -31,6 +31,7 @@ _PACKAGES = {
     "fla": ("fla", "flash-linear-attention"),
     "flash_attention_2": ("flash_attn", "flash-attn --no-build-isolation` or, built already, `pip install kernels"),
     "flash_attention_3": ("flash_attn_interface", "kernels"),
+    "flash_attention_4": ("flash_attn", "kernels"),
 }
 """By a kernel's name: what is imported for it, and what is installed."""
 
@@ -54,12 +55,12 @@ def check_kernels(names: Sequence[str]) -> list[Kernel]:
     """What the names stand for.
 
     Raises:
-        TypeError: a name alone, in place of a list.
+        TypeError: something else than a list, such as a name alone.
         ValueError: a name is not known, two are for the same thing, or one cannot train.
         ImportError: what it takes is not installed; says how to get it.
     """
-    if isinstance(names, str):
-        raise TypeError(f"kernels={names!r} must be a list of names, such as [{names!r}]")
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f"kernels={names!r} must be a list of names, such as ['sdpa']")
     kernels: dict[Kind, Kernel] = {}
     for given in names:
         kernel = kernel_named(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from lightning_moe_ep import CausalLMModule, MoEEPStrategy, SharedExpert
+from lightning_moe_ep import CausalLMModule, MoEEPStrategy, SharedExpert, parallelize
 from lightning_moe_ep.kernels import apply_kernels, has_fused_loss
 from tests.contract import contract
 from tests.families.tiny import loss_of as loss_of_family
@@ -43,10 +44,12 @@ from tests.pool import RankPool
         (["experts:sdpa"], ValueError, "not known"),
         (["fla:48"], ValueError, r"chunks of one of \(16, 32, 64\) tokens"),
         ("sdpa", TypeError, r"must be a list of names, such as \['sdpa'\]"),
+        (None, TypeError, r"kernels=None must be a list of names"),
         (["liger"], ImportError, "`pip install liger-kernel`"),
         (["fla:32"], ImportError, "`pip install flash-linear-attention`"),
         (["flash_attention_2"], ImportError, r"`pip install flash-attn --no-build-isolation` or"),
         (["flash_attention_3"], ImportError, "`pip install kernels`"),
+        (["flash_attention_4"], ImportError, "`pip install kernels`"),
         (["kernels-community/flash-attn2"], ImportError, "`pip install kernels`"),
         (["sonicmoe"], ImportError, "`pip install kernels`"),
     ],
@@ -125,6 +128,11 @@ def test_what_a_model_or_a_device_cannot_have_is_refused() -> None:
         apply_kernels(SharedExpert(4, 4), ["sdpa"], device_type="cpu")
     with pytest.raises(ValueError, match="the experts of DbrxModel compute in one way only"):
         apply_kernels(tiny_model("dbrx"), ["batched_mm"], device_type="cpu")
+    whole: Any = SimpleNamespace()  # refused before anything is asked of the meshes
+    with pytest.raises(ValueError, match="kernels has 'batched_mm', so that computation='native' is not known to the"):
+        parallelize(tiny_model("dbrx"), whole, kernels=["batched_mm"])
+    with pytest.raises(TypeError, match="kernels='sdpa' must be a list"):
+        parallelize(model, whole, kernels="sdpa")
 
 
 LIGER = """
