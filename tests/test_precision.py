@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -242,6 +243,21 @@ def _routers_in_fp32(
     strategy = MoEEPStrategy(ep=2, **how, **case.strategy)
     trainer(strategy, max_epochs=1, precision=case.precision).fit(module)
     return module.initial, module.gradients, module.seen
+
+
+def _compiled_twice() -> None:
+    meshes = build_meshes(Layout.for_world(1, ep=1), "cpu")
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        for how in ("none", "full"):
+            model = build("qwen3_moe").to(torch.bfloat16)
+            options: Any = {"compile_blocks": True, "router_dtype": "float32", "activation_checkpointing": how}
+            parallelize(model, meshes, **options)
+            loss_of(model, make_batch("qwen3_moe", 16, seed=0)).backward()
+
+
+@pytest.mark.more
+def test_two_compiled_models_with_routers_in_fp32(ranks: RankPool) -> None:
+    ranks.run(_compiled_twice, world=1)
 
 
 @contract(
