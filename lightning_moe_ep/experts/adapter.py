@@ -75,6 +75,9 @@ class ExpertsAdapter(ABC):
     called_with_routing: bool = True
     """Whether the plain module is called with the routing, as its second and third argument or by these names."""
 
+    knows_none: bool = True
+    """Whether the plain module's own forward takes ids outside `[0, E)`, and has them choose no expert, if any does."""
+
     routes_tokens: bool = True
     """Whether what is dispatched are the model's tokens with their routing, not rows that the model sorted itself."""
 
@@ -180,6 +183,16 @@ class ExpertsAdapter(ABC):
         """With the expert dimension on its own, where `parameter` is `[L * n, ...]`."""
         num_local = len(groups.counts)
         return parameter if parameter.shape[0] == num_local else parameter.unflatten(0, (num_local, -1))
+
+
+def with_known_ids(
+    adapter: ExpertsAdapter, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """The routing for the module's own forward: where that knows no such ids, some expert, weighed by nothing."""
+    if adapter.knows_none:
+        return top_k_index, top_k_weights
+    none = (top_k_index < 0) | (top_k_index >= num_experts)
+    return top_k_index.masked_fill(none, 0), top_k_weights.masked_fill(none, 0)
 
 
 def local_parameter(module: nn.Module, name: str) -> Tensor:

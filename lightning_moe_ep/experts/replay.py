@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_moe_ep.experts.find import ExpertsModule, find_experts
 from lightning_moe_ep.experts.routers import find_routers
 from lightning_moe_ep.experts.spread import spread_of
-from lightning_moe_ep.experts.stacked import StackedExperts
 from lightning_moe_ep.experts.watching import replace_routing, watch_routing
 from lightning_moe_ep.remember import is_remembering
 from lightning_moe_ep.rows import is_recomputation
@@ -55,8 +54,8 @@ class Routing:
 
         Args:
             model: will be routed so.
-            index: for each forward `[T, layers, K]` ids of experts, also as an array of NumPy; layers are those with experts, or all of the
-                model's, of which those without experts are not looked at.
+            index: for each forward `[T, layers, K]` ids of experts, a tensor or an array of NumPy; layers are those with
+                experts, or all of the model's, of which those without experts are not looked at.
 
         Raises:
             ValueError: a tensor has another shape.
@@ -171,10 +170,7 @@ class _Replay:
         self, found: ExpertsModule, routing: Routing, weights: ReplayedWeights, group: dist.ProcessGroup | None
     ) -> None:
         self.name, self.num_experts = found.name, found.num_experts
-        spread = spread_of(found.module)
-        self._is_plain = spread is None
-        # What these compute by themselves for an id that is none of theirs is undefined; dispatchers leave it out.
-        self._by_own_forward = isinstance(found.adapter, StackedExperts) and (spread is None or spread.ep == 1)
+        self._is_plain = spread_of(found.module) is None
         self._index = routing.index[found.name]
         self._weights = routing.weights[found.name] if weights == "recorded" else None
         self._group = group
@@ -204,13 +200,9 @@ class _Replay:
         self.has_chosen = False
         self._done += 1
         index = index.to(top_k_index.device, torch.int64, non_blocking=True)
-        if weights is not None:
-            weights = weights.to(top_k_weights.device, top_k_weights.dtype, non_blocking=True)
-        if self._by_own_forward:
-            none = (index < 0) | (index >= self.num_experts)
-            index = index.masked_fill(none, 0)
-            weights = (top_k_weights if weights is None else weights).masked_fill(none, 0)
-        return index, weights
+        if weights is None:
+            return index, None
+        return index, weights.to(top_k_weights.device, top_k_weights.dtype, non_blocking=True)
 
     def _misfit(self, index: Tensor | None, top_k_index: Tensor) -> str | None:
         """Why this forward cannot be routed as recorded."""

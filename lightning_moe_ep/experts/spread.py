@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, Replacement, Watcher
+from lightning_moe_ep.experts.adapter import Dispatch, ExpertsAdapter, Replacement, Watcher, with_known_ids
 from lightning_moe_ep.remember import once
 from lightning_moe_ep.rows import RoutingStatistics
 
@@ -66,6 +66,8 @@ class SpreadExperts:
         if replaced is not None:
             top_k_index, weights = replaced
             top_k_weights = top_k_weights if weights is None else weights
+            if self.ep == 1:  # else what dispatches leaves out what is for no expert
+                top_k_index, top_k_weights = with_known_ids(self.adapter, top_k_index, top_k_weights, self.num_experts)
         self.tell(top_k_index, top_k_weights)
         return top_k_index, top_k_weights
 

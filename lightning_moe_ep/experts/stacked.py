@@ -95,6 +95,7 @@ class StackedExperts(NativeExperts):
 
     computations = frozenset({"auto", "grouped_mm", "loop", "native"})
     by_compute_experts = True
+    knows_none = False  # transformers 5.24: grouped_mm leaves rows of such ids as they happen to be
 
     @classmethod
     @override

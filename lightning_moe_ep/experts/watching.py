@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_moe_ep.experts.adapter import Replacement, Watcher
+from lightning_moe_ep.experts.adapter import Replacement, Watcher, with_known_ids
 from lightning_moe_ep.experts.find import ExpertsModule
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.experts.stacked import positional_arguments
@@ -64,7 +64,8 @@ def replace_routing(found: ExpertsModule, replacement: Replacement) -> WatchHand
 
     def replace(args: tuple[Any, ...], kwargs: dict[str, Any], routing: tuple[Tensor, Tensor]) -> Arguments:
         index, weights = replacement(*routing)
-        values = dict(zip(names, (index, routing[1] if weights is None else weights), strict=True))
+        weights = routing[1] if weights is None else weights
+        values = dict(zip(names, with_known_ids(found.adapter, index, weights, found.num_experts), strict=True))
         by_position = [values[name] for name, _ in zip(names, args[1:3], strict=False)]
         by_name = {name: values.get(name, value) for name, value in kwargs.items()}
         return (*args[:1], *by_position, *args[3:]), by_name

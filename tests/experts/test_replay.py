@@ -114,7 +114,7 @@ def _with_no_expert() -> list[tuple[float, ...]]:
         ("eager", model_of()),
         ("grouped_mm", model_of()),
         ("batched_mm", model_of()),
-        ("grouped_mm", parallel(1)),
+        ("grouped_mm", parallel(1, activation_checkpointing="selective")),
         ("batched_mm", parallel(1, kernels=["batched_mm"])),
         ("grouped_mm", parallel(2)),
     ):
