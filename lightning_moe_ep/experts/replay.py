@@ -54,7 +54,7 @@ class Routing:
 
         Args:
             model: will be routed so.
-            index: for each forward `[T, layers, K]` ids of experts, a tensor or an array of NumPy; layers are those with
+            index: for each forward `[T, layers, K]` ids of experts, tensors or arrays of NumPy; layers are those with
                 experts, or all of the model's, of which those without experts are not looked at.
 
         Raises:
