@@ -8,9 +8,9 @@ model is always given a mask, so that transformers looks for no packed sequences
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from inspect import signature
 from typing import Any
 
@@ -73,9 +73,9 @@ _SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 _running: ContextVar[WholeSequences | None] = ContextVar("whole_sequences", default=None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TellsSequences:
-    """The hooks of a transformers model whose attention is spread."""
+    """What is around the forward of a transformers model whose attention is spread."""
 
     group: dist.ProcessGroup
     host_group: dist.ProcessGroup
@@ -84,21 +84,29 @@ class TellsSequences:
     masks: bool
     """Whether attention can have a mask."""
 
-    _tokens: list[Token[WholeSequences | None] | None] = field(default_factory=list)
-
     def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self.before, with_kwargs=True)
-        model.register_forward_hook(self.after, always_call=True)
+        forward = model.forward
 
-    def before(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if _running.get() is not None:  # inside another transformers model, which has told
-            self._tokens.append(None)
-            return None
+        # Not hooks: torch runs none of them after an interrupt, and masks of that forward would be taken for the next.
+        @wraps(forward)
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            if _running.get() is not None:  # inside another transformers model, which has told
+                return forward(*args, **kwargs)
+            parameters = signature(forward).parameters
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            token = _running.set(self._tell(model, given))
+            if "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                given["use_cache"] = False
+            try:
+                return forward(**given)
+            finally:
+                _running.reset(token)
+
+        model.forward = telling
+
+    def _tell(self, model: nn.Module, given: dict[str, Any]) -> WholeSequences:
+        """What the sequences are of which all ranks have slices; the model is given a mask where it has none."""
         self.keep_registered()
-        parameters = signature(model.forward).parameters
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         problem = _problem(model, given)
         mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
         tokens = _tokens(given)
@@ -107,21 +115,14 @@ class TellsSequences:
         assert tokens is not None and positions is not None
         if mask is None:
             mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
+        given["attention_mask"] = mask
         sequences = _whole_sequences(given.get("input_ids"), mask, positions, self.group)
         if not self.masks and (sequences.causal_mask is not None or sequences.positions is not None):
             raise NotImplementedError(
                 f"cp_mode='ring' knows one whole sequence a row, but these have"
                 f" {'padding' if sequences.positions is None else 'several in a row'}; use cp_mode='ulysses'"
             )
-        given["attention_mask"] = mask
-        if "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            given["use_cache"] = False
-        self._tokens.append(_running.set(sequences))
-        return (), given
-
-    def after(self, *_: Any) -> None:
-        if self._tokens and (token := self._tokens.pop()) is not None:
-            _running.reset(token)
+        return sequences
 
 
 def _tokens(given: dict[str, Any]) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch.nn.modules import activation, dropout, loss, normalization
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.layout import divisors_of
 
 _TOKEN_BY_TOKEN = (
@@ -42,15 +43,11 @@ _ALONG_TOKENS = (
 )
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _MEET = {
-    "conv1d",
-    "conv2d",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "roll",
-    "unfold",
+    *("conv1d", "conv2d", "conv_transpose1d", "avg_pool1d", "unfold"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    *("diff", "flip", "pad", "roll"),
+    *("fft", "rfft", "stft"),
     "scaled_dot_product_attention",
-    "stft",
 }
 _MEET_BY_NAME = re.compile(r"Attn|Attention|Conv|Mamba|SSM|Recurr|Delta|R[wW][kK][vV]|Mixer|Indexer|Compressor|Shift")
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
@@ -90,10 +87,13 @@ def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_
     for each in models:
         if attention_modules(each) and (problem := _problem_of_model(each)):
             raise NotImplementedError(f"cp={cp}: {each.config.model_type} {problem}; use cp=1")
-    kinds = {(type(module), id(module) in within): name for name, module in reversed(list(model.named_modules()))}
+    # Experts are given rows of all ranks in any order: what they add up is no sequence.
+    experts = {id(module) for found in find_experts(model) for module in found.module.modules()}
+    named = [(name, module) for name, module in model.named_modules() if id(module) not in experts]
+    kinds = {(type(module), id(module) in within): name for name, module in reversed(named)}
     for (cls, inside), name in kinds.items():
         if problem := _problem_of_class(cls, model.get_submodule(name), inside=inside):
-            raise NotImplementedError(f"cp={cp}: {name} ({cls.__name__}) {problem}; use cp=1")
+            raise NotImplementedError(f"cp={cp}: {name or 'the model'} ({cls.__name__}) {problem}; use cp=1")
     for module in attentions:
         if problem := problem_of_implementation(module):
             raise NotImplementedError(f"cp={cp}: {problem}; use cp=1, or another attn_implementation")
@@ -122,7 +122,7 @@ def problem_of_implementation(module: nn.Module) -> str | None:
         return f"{cls} has no config that names an attn_implementation of transformers' register"
     if name == "eager" and EAGER not in names:
         return f"the file of {cls} has no {EAGER}"
-    if name != "eager" and (name not in register or name in register._local_mapping):
+    if name != "eager" and (name not in register or register[name] is not type(register)().get(name)):
         return f"{cls} has an attn_implementation={name!r} of its own"
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return f"there is no mask function for attn_implementation={name!r}, so that masks would be of a slice"
@@ -175,11 +175,12 @@ def _problem_of_class(cls: type[nn.Module], module: nn.Module, *, inside: bool) 
         return "is not known to leave tokens apart" if issubclass(cls, _ALONG_TOKENS) else None
     if cls.__module__.startswith("torch."):
         return None if issubclass(cls, _TOKEN_BY_TOKEN) else "is not known to leave tokens apart"
-    if issubclass(cls, PreTrainedModel) or not isinstance(module, nn.Module):
-        return None
-    names = {name for code in _codes(cls, helpers=True) for name in code.co_names}
+    only = "forward" if issubclass(cls, PreTrainedModel) else None  # which prepares generation and more, besides
+    names = {name for code in _codes(cls, only=only, helpers=True) for name in code.co_names}
     if meet := sorted(names & (_MEET - {"cumsum"} if _calls_attention_interface(cls) else _MEET)):
         return f"uses {', '.join(meet)}, through which tokens may meet"
+    if only:
+        return None
     if _calls_attention_interface(cls):
         if "position_bias" in {name for code in _codes(cls) for name in _keywords(code)}:
             return "adds a bias to each pair of positions, of which a rank would know its slice's"
@@ -215,17 +216,17 @@ def _calls_attention_interface(cls: type[nn.Module]) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in _codes(cls))
 
 
-def _codes(cls: type[nn.Module], *, helpers: bool = False) -> Iterator[CodeType]:
+def _codes(cls: type[nn.Module], *, only: str | None = None, helpers: bool = False) -> Iterator[CodeType]:
     """The code of a module's class, without what all modules and all transformers models have.
 
-    With `helpers`, also that of the functions of the same file that it calls.
+    With `only`, of the methods of that name. With `helpers`, also that of the functions of the same file that it calls.
     """
     waiting = [
         inspect.unwrap(member)
         for base in cls.__mro__
         if not _is_common(base.__module__)
-        for member in vars(base).values()
-        if inspect.isfunction(member)
+        for name, member in vars(base).items()
+        if inspect.isfunction(member) and only in (None, name)
     ]
     seen = set()
     while waiting:

@@ -41,6 +41,29 @@ def shifted(hidden: Tensor) -> Tensor:
     return hidden + hidden.roll(1, dims=1)
 
 
+class Padding(nn.Module):
+    """As above."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.pad(hidden[:, :-1], (0, 0, 1, 0))
+
+
+class Summing(modeling_qwen3_moe.Qwen3MoeForCausalLM):
+    """Tokens meet in the model's own forward."""
+
+    def forward(self, *args: Any, position_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        output = super().forward(*args, position_ids=position_ids, attention_mask=attention_mask, **options)
+        output.logits = output.logits.cumsum(dim=1)
+        return output
+
+
+class GroupedExperts(modeling_qwen3_moe.Qwen3MoeExperts):
+    """Sums up how many rows experts have, as kernels for groups want it."""
+
+    def ends(self, of_rows: Tensor) -> Tensor:
+        return of_rows.bincount(minlength=self.num_experts).cumsum(dim=0)
+
+
 class AttentionOfItsOwn(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return F.softmax(torch.matmul(hidden, hidden.mT), dim=-1) @ hidden
@@ -61,6 +84,7 @@ def with_unlike_heads() -> nn.Module:
 
 def with_attention(name: str) -> nn.Module:
     AttentionInterface.register("maskless", sdpa_attention_forward)
+    ALL_ATTENTION_FUNCTIONS["local"] = sdpa_attention_forward
     model = build("qwen3_moe")
     model.config._attn_implementation = name
     return model
@@ -79,6 +103,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "convolution": (lambda: with_part(nn.Conv1d(64, 64, 3)), 2, r"layers.1.part \(Conv1d\) is not known to leave"),
     "lstm": (lambda: with_part(nn.LSTM(64, 64)), 2, r"part \(LSTM\) is not known to leave tokens apart"),
     "shift": (lambda: with_part(Shifting()), 2, r"part \(Shifting\) uses roll, through which tokens may meet"),
+    "padding": (lambda: with_part(Padding()), 2, r"part \(Padding\) uses pad, through which tokens may meet"),
+    "forward": (lambda: Summing(build("qwen3_moe").config), 2, r"the model \(Summing\) uses cumsum, through which"),
     "attention": (lambda: with_part(AttentionOfItsOwn()), 2, r"\(AttentionOfItsOwn\) multiplies matrices and takes"),
     "mask": (lambda: with_attention("maskless"), 2, "no mask function for attn_implementation='maskless'"),
     "unknown": (
@@ -86,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
         2,
         "Qwen3MoeAttention has an attn_implementation='unknown' of its own",
     ),
+    "local": (lambda: with_attention("local"), 2, "Qwen3MoeAttention has an attn_implementation='local' of its own"),
     "norm": (lambda: with_part(nn.BatchNorm1d(64)), 2, r"part \(BatchNorm1d\) is not known to leave tokens apart"),
 }
 
@@ -99,7 +126,9 @@ def test_models(case: str) -> None:
 
 def test_what_leaves_tokens_apart_is_not_refused() -> None:
     experts = MoELayer(64, num_experts=4, top_k=2, intermediate_size=32)
-    check_supported(with_part(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.GELU(), experts)), cp=2)
+    model = with_part(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.GELU(), experts))
+    model.model.layers[0].mlp.experts = GroupedExperts(model.config)
+    check_supported(model, cp=2)
 
 
 class Around(nn.Module):
@@ -186,6 +215,7 @@ def ask() -> dict[str, Any]:
         masks._whole_sequences(None, packed["attention_mask"], each, meshes.cp_mesh.get_group()).positions is not None
         for each in (axes, axes[1:])
     ]
+    answers["interrupted"] = interrupted(model, {**packed, "use_cache": False})
     # After all that was refused, a forward is right: of the inner model, by embeddings, with gradients off.
     with torch.no_grad():
         hidden = model.model(**part).last_hidden_state
@@ -209,6 +239,19 @@ def refused_generation(model: PreTrainedModel, part: dict[str, Any]) -> str:
     except (NotImplementedError, ValueError) as error:
         return str(error)
     return "not refused"
+
+
+def interrupted(model: PreTrainedModel, part: dict[str, Any]) -> str:
+    """What the next forward would take for its sequences."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.lm_head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**part)
+    handle.remove()
+    return str(masks._running.get())
 
 
 def wrapped_once() -> bool:
@@ -249,4 +292,5 @@ def test_batches(ranks: RankPool) -> None:
         assert max(answers["right"]) < 1e-5
         assert answers["others"] == [True, True], "a model that is not spread computes something else than before"
         assert answers["wrapped once"]
+        assert answers["interrupted"] == "None", "masks of a forward that was interrupted are taken for the next"
         assert answers["axes"] == [True, False], "positions of text mark packing, places in pictures do not"
