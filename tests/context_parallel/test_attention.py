@@ -25,16 +25,12 @@ def test_parity_on_two_ranks(ranks: RankPool, model: str, ep: int) -> None:
     check(ranks, CPCase(model, ep=ep))
 
 
-ON_FOUR = [
-    CPCase("qwen3_moe", world=4, ep=2),
-    CPCase("qwen3_moe", world=4, ep=4),
-    CPCase("gpt_oss", world=4, ep=4, batches=("padded", "packed", "left")),
-    CPCase("deepseek_v3", world=4, ep=2),
-    CPCase("deepseek_v3", world=4, cp=4),
-]
+ON_FOUR = [CPCase(model, world=4, ep=ep, batches=("padded", "packed", "odd")) for model in MODELS for ep in (2, 4)]
 MORE_ON_FOUR = [
     CPCase("mixtral", world=4, ep=2, replicate=2),
     CPCase("gpt_oss", world=4, cp=4, ep=2),
+    CPCase("gpt_oss", world=4, ep=4, batches=("left", "one", "short")),
+    CPCase("deepseek_v3", world=4, cp=4),
     CPCase("qwen3_moe", world=4, cp=4, ep=2, batches=("even", "odd", "one"), strategy={"cp_mode": "ring"}),
 ]
 
@@ -52,8 +48,11 @@ def test_more_parity_on_four_ranks(ranks: RankPool, case: CPCase) -> None:
 
 LONG = {"factor": 4.0, "original_max_position_embeddings": 10, "rope_theta": 1e4}
 VARIANTS = [
-    CPCase("qwen3_moe", batches=("padded", "packed"), strategy={"activation_checkpointing": "full"}),
     CPCase("gpt_oss", batches=("padded", "packed"), strategy={"activation_checkpointing": "selective"}),
+    CPCase("gpt_oss", batches=("padded", "left", "packed", "both", "odd"), options={"attention": FLASH}),
+]
+MORE_VARIANTS = [
+    CPCase("qwen3_moe", batches=("padded", "packed"), strategy={"activation_checkpointing": "full"}),
     CPCase(
         "qwen3_moe",
         batches=("odd", "one"),
@@ -68,13 +67,22 @@ VARIANTS = [
     ),
     CPCase("deepseek_v3", batches=("padded", "packed", "both"), options={"attention": "eager"}),
     CPCase("qwen3_moe", batches=("padded", "packed"), options={"lora": True}),
-    CPCase("gpt_oss", batches=("padded", "left", "packed", "both", "odd"), options={"attention": FLASH}),
     CPCase("mixtral", batches=("padded", "packed"), options={"attention": FLASH}),
 ]
 
 
-@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: f"{case.model}-{[*case.options, *case.strategy.values()]}")
+def name_of(case: CPCase) -> str:
+    return f"{case.model}-{[*case.options, *case.strategy.values()]}"
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=name_of)
 def test_parity_of_variants(ranks: RankPool, case: CPCase) -> None:
+    check(ranks, case)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("case", MORE_VARIANTS, ids=name_of)
+def test_more_parity_of_variants(ranks: RankPool, case: CPCase) -> None:
     check(ranks, case)
 
 
