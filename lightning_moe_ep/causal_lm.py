@@ -18,6 +18,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from typing_extensions import override
 
 from lightning_moe_ep.balance import load_balancing_loss
 from lightning_moe_ep.checkpoint import build_pretrained, load_pretrained, pretrained_config
-from lightning_moe_ep.context_parallel import IGNORED_LABEL, gather_sequences, shifted
+from lightning_moe_ep.context_parallel import IGNORED_LABEL, gather_sequences, problem_of_packing, shifted
 from lightning_moe_ep.experts import find_experts, find_routers
 from lightning_moe_ep.initialization import materialize
 from lightning_moe_ep.kernels import has_fused_loss, summing
@@ -110,6 +111,7 @@ class CausalLMModule(L.LightningModule):
         self.model: PreTrainedModel | None = None
         self.val_loss = MeanMetric()
         self._window_loss: Tensor | float = 0.0
+        self._told_of_packing = False
 
     @override
     def configure_model(self) -> None:
@@ -199,7 +201,22 @@ class CausalLMModule(L.LightningModule):
             ValueError: sequences are packed, but an `attention_mask` lets them see each other.
         """
         _check_packing(batch)
+        self._warn_of_packing(batch)
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+
+    def _warn_of_packing(self, batch: Mapping[str, Tensor]) -> None:
+        positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+        if self._told_of_packing or self.model is None or positions is None or mask is not None:
+            return
+        if self._cp_group is not None:  # masks are made from positions in every model that is not refused
+            return
+        if positions.ndim == 2 and bool((positions.diff(dim=-1) != 1).any()):
+            self._told_of_packing = True
+            if problem := problem_of_packing(self.model):
+                rank_zero_warn(
+                    "position_ids begin anew inside a row, but the sequences packed there influence each other in"
+                    f" transformers' {self.model.config.model_type}: {problem}. Give each sequence a row of its own"
+                )
 
     @override
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lightning_moe_ep import CausalLMModule, MoEEPStrategy, TextDataModule, build_pretrained
 from tests.contract import contract
+from tests.families.tiny import tiny_model
 from tests.models import FAMILIES
 from tests.parity import Probe, trainer, whole, worst
 from tests.pool import RankPool
@@ -499,3 +501,29 @@ def test_bytes_are_refused_for_a_pretrained_model_with_a_tokenizer(tmp_path: Pat
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=None, vocab_size=256))
     with pytest.raises(ValueError, match=rf"tokenized as bytes, but {folder} has a tokenizer .* add --data.tokenizer"):
         module._check_vocabulary()
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt_oss", "GptOssModel makes its masks without positions"),
+        ("qwen3_next", "linear_attention take a row for one"),
+    ],
+)
+def test_packed_sequences_that_transformers_does_not_keep_apart_are_told_of_once(family: str, words: str) -> None:
+    module = CausalLMModule(config={"model_type": "qwen3_moe"})
+    module.model = tiny_model(family)
+    batch = make_batch(2, 0, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.count_tokens(batch | {"position_ids": torch.arange(8).expand(2, 8)})
+        padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])  # padding has position 1, as in transformers' generation
+        positions = (padded.cumsum(dim=1) - 1).masked_fill(padded == 0, 1)
+        module.count_tokens(make_batch(1, 0, seed=0) | {"position_ids": positions, "attention_mask": padded})
+    with pytest.warns(UserWarning, match=f"influence each other in transformers' {family}: .*{words}"):
+        module.count_tokens(pack(batch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.count_tokens(pack(batch))
+        module._told_of_packing, module.model = False, tiny_model("qwen3_moe")
+        module.count_tokens(pack(batch))

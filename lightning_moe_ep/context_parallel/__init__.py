@@ -6,11 +6,13 @@ model runs on slices; its attention functions exchange heads for tokens and back
 
 from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention, spread_over
 from lightning_moe_ep.context_parallel.slicing import IGNORED_LABEL, gather_sequences, shard_sequences, shifted
+from lightning_moe_ep.context_parallel.supported import problem_of_packing
 
 __all__ = [
     "IGNORED_LABEL",
     "ContextParallelMode",
     "gather_sequences",
+    "problem_of_packing",
     "shard_sequences",
     "shifted",
     "spread_attention",

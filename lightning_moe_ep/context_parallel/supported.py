@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import activation, dropout, loss, normalization
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.layout import divisors_of
@@ -42,6 +43,11 @@ _ALONG_TOKENS = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
 )
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+_PAST_POSITIONS = {
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding", "minimax_m3_sparse"),
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
+}
+"""Layers that go on from one packed sequence to the next; measured with transformers 5.24."""
 _MEET = {
     *("conv1d", "conv2d", "conv_transpose1d", "avg_pool1d", "unfold"),
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
@@ -137,6 +143,21 @@ def heads_of(module: nn.Module) -> int:
         if width and inner and inner % width == 0:
             return int(inner // width)
     return int(getattr(module, "num_heads", None) or module.config.num_attention_heads)
+
+
+def problem_of_packing(model: nn.Module) -> str | None:
+    """Why packed sequences would see each other in one process; None: their positions keep them apart, or not known."""
+    for each in model.modules():
+        if not isinstance(each, PreTrainedModel) or not attention_modules(each):
+            continue
+        if kinds := set(getattr(each.config, "layer_types", None) or ()) & _PAST_POSITIONS:
+            return f"its layers of {', '.join(sorted(kinds))} take a row for one sequence"
+        makers = [code for code in _codes(type(each), only="forward") if "create_causal_mask" in code.co_names]
+        given = [keys for code in makers for keys in code.co_consts if isinstance(keys, tuple)]
+        flash = is_flash_attention_requested(requested_attention_implementation=each.config._attn_implementation)
+        if makers and not flash and not any({"inputs_embeds", "position_ids"} <= {*keys} for keys in given):
+            return f"{type(each).__name__} makes its masks without positions"
+    return None
 
 
 def rope_grows(model: PreTrainedModel) -> bool:
