@@ -53,7 +53,8 @@ def read(
 
     def make() -> Made:
         if "seed_everything" in config and config.seed_everything is not False:
-            L.seed_everything(config.seed_everything, workers=True, verbose=False)
+            seed = None if config.seed_everything is True else config.seed_everything  # True: whichever
+            L.seed_everything(seed, workers=True, verbose=False)
         module, datamodule, options = reader.make()
         strategy = strategy_of(options.get("strategy"))
         run, changes = options_of(options)

@@ -45,6 +45,10 @@ class Right(CausalLMModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Rows(), batch_size=2)
 
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        items = batch.pop("num_items_in_batch")  # a step may; each time that it is called with this batch
+        return super().training_step({**batch, "num_items_in_batch": items}, batch_idx)
+
 
 class MeanOfSlice(Right):
     """Takes the mean over the labels of each slice, as a module that knows nothing of cp would."""

@@ -129,6 +129,7 @@ OF_DATA = ["--data.max_bytes=200000", "--data.block_size=64", "--trainer.precisi
 def test_the_command(tmp_path: Path) -> None:
     """The function runs the command as it is typed, and reads what it prints."""
     strategy = ["--trainer.strategy=tests.tools.verify.planted.NotAveraged", "--trainer.strategy.ep=2"]
+    strategy.append("--seed_everything=true")  # as where a configuration has none
     report = verify(QUICKSTART, *strategy, f"--data.cache_dir={tmp_path}", *OF_DATA, layers=2, width=64)
     assert [fault.name for fault in report.faults] == ["experts-not-averaged"] and not report.right
     assert "fp32 in place of precision=bf16-mixed" in report.changes and "hidden_size=64, not 128" in report.changes
