@@ -52,12 +52,12 @@ def test_rows(row: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def candidate_of(world: int, written: str) -> Candidate:
-    """The candidate that the table has as arguments of the strategy, with those left out as a plan writes them."""
+    """The candidate that the table has as arguments of the strategy, whose defaults it leaves out."""
     options: dict[str, Any] = eval(f"dict({written})")
-    layout = Layout.for_world(world, ep=options["ep"], replicate=options["replicate"], cp=options.get("cp", 1))
+    layout = Layout.for_world(world, ep=options["ep"], replicate=options.get("replicate", 1), cp=options.get("cp", 1))
     return Candidate(
         layout,
         dispatcher=options.get("dispatcher", "-"),
-        reshard=options["reshard_after_forward"],
-        activation_checkpointing=options["activation_checkpointing"],
+        reshard=options.get("reshard_after_forward", True),
+        activation_checkpointing=options.get("activation_checkpointing", "none"),
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import masking_utils
 
 from lightning_moe_ep.context_parallel import masks
 from lightning_moe_ep.kernels import kernel_named, outermost_models
@@ -44,8 +45,12 @@ def kernels(*, fused_attention: bool) -> Iterator[None]:
 
 @contextmanager
 def unpadded() -> Iterator[None]:
-    """Have slices of sequences be of whole ones without padding, one a row: what ranks tell each other is not there."""
-    agree, whole = masks._agree, masks._whole_sequences
+    """Have sequences, and those that slices are of, be without padding, one a row.
+
+    Nothing can be read of tensors without data: neither what ranks tell each other of slices nor where positions begin
+    anew, for which transformers would make a mask of every pair of tokens that a run without packing has not.
+    """
+    agree, whole, packed = masks._agree, masks._whole_sequences, masking_utils.find_packed_sequence_indices
 
     def whole_sequences(ids: Any, mask: Tensor, positions: Tensor, group: dist.ProcessGroup) -> masks.WholeSequences:
         length = mask.shape[1]
@@ -54,10 +59,12 @@ def unpadded() -> Iterator[None]:
         return masks.WholeSequences(**{**dict.fromkeys(field.name for field in fields(masks.WholeSequences)), **known})
 
     masks._agree, masks._whole_sequences = lambda *_: None, whole_sequences
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
         masks._agree, masks._whole_sequences = agree, whole
+        masking_utils.find_packed_sequence_indices = packed
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:

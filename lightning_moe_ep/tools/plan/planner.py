@@ -177,7 +177,7 @@ def plan(
                 _unknown_note(yours),
                 _host_note(shapes, options),
                 *(f"cp={size} is left out: {why}" for size, why in left_out.items() if size != own_cp),
-                _sequences_note(best, own_cp),
+                _sequences_note(best, own_cp) if impossible is None else None,
                 _unreduced_note(step, any_fits=best is not None),
             )
             if note

@@ -22,6 +22,7 @@ GROUPED = {"computation": "grouped_mm"}
 
 RUNS = {
     "all_to_all": Run(model=WIDE, sequences=32, strategy={"dispatcher": "all_to_all"}, precision="bf16-mixed"),
+    "long sequences": Run(model=WIDE, ep=1, sequences=1, length=1024, strategy=GROUPED),
     "many weights": Run(
         model={**WIDE, "num_experts": 64, "moe_intermediate_size": 128}, sequences=1, ep=1, strategy=GROUPED
     ),

@@ -282,6 +282,20 @@ def test_a_model_whose_step_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.at_peak["activations"] == 0 and found.peak > found.parameters + found.optimizer > 0
 
 
+@pytest.mark.parametrize("cp", [0, 3])
+def test_a_cp_that_the_run_cannot_have(monkeypatch: pytest.MonkeyPatch, cp: int) -> None:
+    """It is told, once, beside what there is without it."""
+
+    def trace(*_: Any, **__: Any) -> Any:
+        raise ApartError("not here")
+
+    monkeypatch.setattr(needs, "trace", trace)
+    options = {"ep": 2, "cp": cp}
+    result = plan(read_run(TINY).build, world=4, sequences=1, length=8, strategy=options, confirm=False)
+    assert result.best is not None and result.yours is None and (result.impossible or "").startswith("cp")
+    assert not any("micro-batches" in note for note in result.notes)
+
+
 def _cpu_seconds() -> float:
     """Of this process, and of those that it has waited for."""
     uses = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
