@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-# Private; read at torch 2.13.0. A test fails when it moves.
+# Private; read at torch 2.13.0. A test fails when they move.
 from torch._dynamo import OptimizedModule
+from torch._dynamo import config as dynamo
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ep.remember import Contexts, remember_exchange, remember_routing
@@ -55,6 +56,10 @@ def wrap_forwards(
                 f"a {type(block).__name__} is compiled already, and a checkpoint inside of what is compiled would not"
                 " keep the routing; leave the compilation to compile_blocks=True"
             )
+    if compiles:
+        # torch 2.13: otherwise what was compiled for modules without hooks stands for others of their classes that have
+        # some (a second model in the process, whose router logits are kept, or whose routers are in fp32).
+        dynamo.skip_nnmodule_hook_guards = False
     for block in blocks:
         for module in block.modules():
             if _checkpoints_itself(module):

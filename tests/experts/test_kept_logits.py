@@ -33,6 +33,10 @@ def model_of(kind: str = KIND) -> nn.Module:
 def _gradients(ep: int, options: dict[str, Any], alone: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = model_of()
     meshes = build_meshes(Layout.for_world(2, ep=ep), "cpu")
+    if "compile_blocks" in options:  # what is compiled without hooks must not stand for what has them
+        other = model_of()
+        parallelize(other, meshes, **options)
+        loss_of(other, make_batch(KIND, 16, seed=5)).backward()
     parallelize(model, meshes, keep_router_logits=True, **options)
     batch = make_batch(KIND, 16, seed=dist.get_rank())
     loss_of(model, make_batch(KIND, 8, seed=5))  # is forgotten
