@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_moe_ep.mesh import let_gloo_finish_at_exit
+
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any, backend: str = "gloo") -> Any:
     """Call `function(*args)` on `world` ranks of one thread each, of which each has a GPU if NCCL is among their
@@ -37,6 +39,7 @@ def _rank(
     rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], backend: str
 ) -> None:
     torch.set_num_threads(1)
+    let_gloo_finish_at_exit()
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
