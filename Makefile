@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Two at a time: tests wait for processes and for each other's messages half of their time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 READY := $(VENV)/.ready
 # torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
 TORCH := $(shell grep '^torch==' constraints.txt)
