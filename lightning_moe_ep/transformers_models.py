@@ -1,4 +1,4 @@
-"""What a model of transformers needs to stay itself when it is parallel.
+"""Models of transformers in a module: finding them, and what one needs to stay itself when it is parallel.
 
 Its own methods go on working where every rank can take part, and are refused where they would do something else to a
 part of a model than to the whole.
@@ -17,6 +17,14 @@ from transformers import PreTrainedModel
 
 # Private; read at transformers 5.24.0. A test fails when it moves.
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+
+def outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
+    """The models of transformers in a module, by their paths, without those that are part of another."""
+    if isinstance(module, PreTrainedModel):
+        return [(path, module)]
+    children = module.named_children()
+    return [found for name, child in children for found in outermost_models(child, f"{path}.{name}".lstrip("."))]
 
 
 def keep_methods(model: nn.Module, roots: Sequence[nn.Module]) -> None:

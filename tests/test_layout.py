@@ -132,6 +132,8 @@ def test_replicas_are_the_outermost(ranks: RankPool) -> None:
         ({"ep": 4}, r"ep=4 is larger than the world of 2 rank\(s\); use one of \[1, 2\]"),
         ({"replicate": 3}, "replicate=3 does not divide the world of 2 ranks"),
         ({"ep": 2, "replicate": 2}, "ep=2 times replicate=2 does not divide the world of 2 ranks"),
+        ({"ep": 2, "cp": 3}, r"cp=3 does not divide the world of 2 rank\(s\)"),
+        ({"cp": 0}, "cp=0 must be a number of ranks, at least 1"),
     ],
 )
 def test_trainer_refuses_in_its_constructor(options: dict[str, int], message: str) -> None:

@@ -29,9 +29,9 @@ from lightning_moe_ep.checkpoint.export import (
 )
 from lightning_moe_ep.checkpoint.pieces import describe_pieces, sources_of_pieces, to_plain
 from lightning_moe_ep.checkpoint.rebuilt import check_no_adapters, check_weights, plain_of
-from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.checkpoint.stored import Stored
 from lightning_moe_ep.shards import gather
+from lightning_moe_ep.transformers_models import outermost_models
 
 Read = Callable[[str, int, int], Tensor]
 

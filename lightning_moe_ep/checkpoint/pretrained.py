@@ -31,10 +31,10 @@ from lightning_moe_ep.checkpoint.places import Place, files_of, needed_by, plan_
 from lightning_moe_ep.checkpoint.prefetch import prefetch
 from lightning_moe_ep.checkpoint.rebuilt import origin_of, plain_tensors
 from lightning_moe_ep.checkpoint.recipes import InCheckpoint
-from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.checkpoint.safetensors_files import OpenFiles, stored_tensors
 from lightning_moe_ep.checkpoint.stored import META, open_checkpoint
 from lightning_moe_ep.initialization import materialize
+from lightning_moe_ep.transformers_models import outermost_models
 
 _log = logging.getLogger(__name__)
 

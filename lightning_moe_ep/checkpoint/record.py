@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from lightning_moe_ep.checkpoint.pieces import describe_optimizers, describe_pieces
 from lightning_moe_ep.experts import plain_class
 from lightning_moe_ep.experts.spread import spread_of
 from lightning_moe_ep.layout import Layout
+from lightning_moe_ep.transformers_models import outermost_models
 
 KEY = "moe_ep"
 """Under which the record is in a checkpoint."""
@@ -66,11 +66,3 @@ def _pieces_of(module: nn.Module) -> dict[str, Any]:
 
 
 _PIECES: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-
-
-def outermost_models(module: nn.Module, path: str = "") -> list[tuple[str, PreTrainedModel]]:
-    """The models of transformers in a module, by their paths, without those that are part of another."""
-    if isinstance(module, PreTrainedModel):
-        return [(path, module)]
-    children = module.named_children()
-    return [found for name, child in children for found in outermost_models(child, f"{path}.{name}".lstrip("."))]

@@ -5,7 +5,13 @@ model runs on slices; its attention functions exchange heads for tokens and back
 """
 
 from lightning_moe_ep.context_parallel.attention import ContextParallelMode, spread_attention, spread_over
-from lightning_moe_ep.context_parallel.slicing import IGNORED_LABEL, gather_sequences, shard_sequences, shifted
+from lightning_moe_ep.context_parallel.slicing import (
+    IGNORED_LABEL,
+    gather_sequences,
+    shard_sequences,
+    shifted,
+    slice_length,
+)
 from lightning_moe_ep.context_parallel.supported import problem_of_packing
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "problem_of_packing",
     "shard_sequences",
     "shifted",
+    "slice_length",
     "spread_attention",
     "spread_over",
 ]

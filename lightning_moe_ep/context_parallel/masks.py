@@ -36,19 +36,19 @@ class WholeSequences:
 
     whole_length: int
 
-    mask: Tensor | None
+    mask: Tensor | None = None
     """`[B, S]` bool; None: nothing is padding."""
 
-    causal_mask: Tensor | None
+    causal_mask: Tensor | None = None
     """The same where no token sees a later one: None also if all padding is the rounding to a multiple of cp."""
 
-    positions: Tensor | None
+    positions: Tensor | None = None
     """`[B, S]`; None: no row has more than one sequence."""
 
-    sequence_ids: Tensor | None
+    sequence_ids: Tensor | None = None
     """`[B, S]`, alike for the tokens of one sequence; None as above."""
 
-    last: Tensor | None
+    last: Tensor | None = None
     """The largest position; None: not known."""
 
     @cached_property
@@ -86,16 +86,19 @@ class TellsSequences:
 
     def install(self, model: nn.Module) -> None:
         forward = model.forward
+        parameters = signature(forward).parameters
+        takes_use_cache = "use_cache" in parameters or any(
+            each.kind is each.VAR_KEYWORD for each in parameters.values()
+        )
 
         # Not hooks: torch runs none of them after an interrupt, and masks of that forward would be taken for the next.
         @wraps(forward)
         def telling(*args: Any, **kwargs: Any) -> Any:
             if _running.get() is not None:  # inside another transformers model, which has told
                 return forward(*args, **kwargs)
-            parameters = signature(forward).parameters
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             token = _running.set(self._tell(model, given))
-            if "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            if takes_use_cache:
                 given["use_cache"] = False
             try:
                 return forward(**given)
@@ -194,7 +197,7 @@ def _whole_sequences(ids: Tensor | None, mask: Tensor, positions: Tensor, group:
     whole_mask, whole_positions, _ = gathered.permute(1, 2, 0, 3).reshape(3, batch, cp * length).unbind()
     whole_mask = whole_mask.bool()
     if whole_mask.numel() == 0:
-        return WholeSequences(length, cp * length, None, None, None, None, None)
+        return WholeSequences(length, cp * length)
     not_rounding = torch.arange(cp * length, device=mask.device) < cp * length - cp + 1
     begins = whole_positions.diff(dim=-1) != 1
     in_order = (whole_mask[:, 1:] <= whole_mask[:, :-1]).all()

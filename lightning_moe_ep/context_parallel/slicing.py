@@ -55,8 +55,8 @@ def shard_sequences(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[s
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
-    missing = -ids.shape[1] % size
-    part = (ids.shape[1] + missing) // size
+    part = slice_length(ids.shape[1], size)
+    missing = part * size - ids.shape[1]
 
     def cut(whole: Tensor, padding: int) -> Tensor:
         return F.pad(whole, (0, missing), value=padding).narrow(-1, rank * part, part).contiguous()
@@ -77,6 +77,11 @@ def shard_sequences(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[s
 def shifted(labels: Tensor) -> Tensor:
     """What each token of whole sequences `[B, S]` is to predict: the label of the next, and nothing at the end."""
     return F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+
+
+def slice_length(length: int, size: int) -> int:
+    """How many tokens each of `size` slices has of a sequence of `length`, the padding of the last among them."""
+    return -(-length // size)
 
 
 def gather_sequences(sliced: Tensor, *, length: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -19,8 +19,6 @@ class Host:
         cp: how many consecutive ranks have the same batches, of which each computes its slice.
     """
 
-    cp = 1
-
     def __init__(self, group: dist.ProcessGroup, *, cp: int = 1) -> None:
         self._group = group
         self.rank, self.size, self.cp = group.rank(), group.size(), cp

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moe_ep.experts.find import find_experts
 from lightning_moe_ep.experts.members import with_tie
-from lightning_moe_ep.experts.routers import find_routers, logits_of
+from lightning_moe_ep.experts.routers import find_routers, logits_of, routers_with_experts
 from lightning_moe_ep.rows import is_recomputation
 from lightning_moe_ep.trees import map_tensors
 
@@ -76,9 +75,7 @@ def keep_router_logits(model: nn.Module, roots: Sequence[nn.Module], group: dist
         ValueError: a router is not found; names the experts.
     """
     names = {module: name for name, module in model.named_modules()}
-    routers = find_routers(model)
-    of_routers = {routers[found.name]: found for found in find_experts(model)}
-    for router, found in of_routers.items():
+    for router, found in routers_with_experts(model).items():
         kept = _Kept(names[router], found.num_experts, group)
         vars(router)[_ATTRIBUTE] = kept
         router.register_forward_hook(torch.compiler.disable(kept.keep))

@@ -78,9 +78,7 @@ def fit_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     Logits `[T, E]`, and weights `[T, K]` that go to the experts, serve in any dtype. What else there is, or weights
     that the model multiplies by itself, may meet its other weights.
     """
-    routers = find_routers(model)
-    of_routers = {routers[found.name]: found for found in find_experts(model)}
-    for router, found in of_routers.items():
+    for router, found in routers_with_experts(model).items():
         # FSDP2's hooks around it break the graph anyhow; torch 2.13 compiles this loop over types wrongly.
         router.register_forward_hook(torch.compiler.disable(partial(_fit_output, found, dtype)))
 
@@ -108,7 +106,7 @@ def _called_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         NotImplementedError: the code around one uses its weight without calling it.
     """
     names = {module: name for name, module in model.named_modules()}
-    for router in set(find_routers(model).values()):
+    for router in routers_with_experts(model):
         outer, _, key = names[router].rpartition(".")
         around = model.get_submodule(outer)
         if parameter := _taken_from(around, key, [name for name, _ in router.named_parameters()]):
@@ -142,9 +140,18 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         NoExpertsError: there is no experts module.
         ValueError: nothing around some experts module, within its block, looks like a router; names it.
     """
+    return {found.name: router for found, router in _with_routers(model)}
+
+
+def routers_with_experts(model: nn.Module) -> dict[nn.Module, ExpertsModule]:
+    """Each router once, with the experts module (the last of several) that it chooses for; raises as `find_routers`."""
+    return {router: found for found, router in _with_routers(model)}
+
+
+def _with_routers(model: nn.Module) -> list[tuple[ExpertsModule, nn.Module]]:
     experts = find_experts(model)
     inside = {part for found in experts for part in found.module.modules()}
-    return {found.name: _router_of(model, found, inside) for found in experts}
+    return [(found, _router_of(model, found, inside)) for found in experts]
 
 
 def _router_of(model: nn.Module, found: ExpertsModule, inside: set[nn.Module]) -> nn.Module:

@@ -4,7 +4,7 @@ A list of names goes in: attention and experts implementations of transformers, 
 refused, by what can be known at the time: the names themselves and what is installed at once, the rest with the model.
 """
 
-from lightning_moe_ep.kernels.apply import apply_kernels, outermost_models
+from lightning_moe_ep.kernels.apply import apply_kernels
 from lightning_moe_ep.kernels.liger import has_fused_loss, summing
 from lightning_moe_ep.kernels.names import check_kernels, computation_for, kernel_named, without_kernels_for_bf16
 
@@ -14,7 +14,6 @@ __all__ = [
     "computation_for",
     "has_fused_loss",
     "kernel_named",
-    "outermost_models",
     "summing",
     "without_kernels_for_bf16",
 ]

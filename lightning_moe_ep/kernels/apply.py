@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lightning_moe_ep.kernels.delta_rule import use_flash_linear_attention
 from lightning_moe_ep.kernels.liger import use_liger
 from lightning_moe_ep.kernels.names import Kernel, check_kernels, is_flash
+from lightning_moe_ep.transformers_models import outermost_models
 
 
 def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -> None:
@@ -27,7 +28,7 @@ def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -
     kernels = check_kernels(names)
     if not kernels:
         return
-    tops = outermost_models(model)
+    tops = dict.fromkeys(top for _, top in outermost_models(model))
     if not tops:
         raise ValueError(
             f"kernels={list(names)} are put into models of transformers, but {type(model).__name__} holds none; choose"
@@ -41,17 +42,6 @@ def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -
     }
     told = [f"{kernel.given} ({use[kernel.kind](top, kernel, device_type)})" for kernel in kernels for top in tops]
     rank_zero_info(f"Kernels: {', '.join(told)}")
-
-
-def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models that are in no other one."""
-    found: list[PreTrainedModel] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    return found
 
 
 def _use_attention(model: PreTrainedModel, kernel: Kernel, device_type: str) -> str:

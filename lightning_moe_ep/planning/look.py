@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_utils import AttentionInterface
 
-from lightning_moe_ep.checkpoint.record import outermost_models
 from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.planning.sequences import Attention
 from lightning_moe_ep.planning.shapes import ModelShapes
 from lightning_moe_ep.planning.wire import Routing
+from lightning_moe_ep.transformers_models import outermost_models
 from lightning_moe_ep.trees import map_tensors
 
 MAX_LENGTH = 512

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_moe_ep.context_parallel import slice_length
 from lightning_moe_ep.experts import find_experts
 from lightning_moe_ep.layout import largest_ep
 from lightning_moe_ep.planning.auto import choose_ep
@@ -73,4 +74,4 @@ def _tokens(module: L.LightningModule, cp: int) -> int | None:
     """Of a micro-batch on one rank, where the data module says so."""
     data = getattr(module.trainer, "datamodule", None)
     length, sequences = getattr(data, "block_size", None), getattr(data, "batch_size", None)
-    return -(-length // cp) * sequences if isinstance(length, int) and isinstance(sequences, int) else None
+    return slice_length(length, cp) * sequences if isinstance(length, int) and isinstance(sequences, int) else None

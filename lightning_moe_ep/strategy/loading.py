@@ -50,6 +50,11 @@ class LoadingStrategy(SavingStrategy):
         if self._injects:
             self._injected = True
             return {"num_replicas": 1, "rank": 0}
+        return self._share
+
+    @property
+    def _share(self) -> dict[str, int]:
+        """Which part of all samples is this rank's, and that of the others in its cp group."""
         return {"num_replicas": self.world_size // self.cp, "rank": self.global_rank // self.cp}
 
     @override
@@ -63,7 +68,7 @@ class LoadingStrategy(SavingStrategy):
         dataloader = innermost(dataloader)
         if self._injected:
             self._injected = False
-            deal_out(dataloader, rank=host.rank // host.cp, num_replicas=host.size // host.cp)
+            deal_out(dataloader, **self._share)
         seed_workers_alike(dataloader, host)
         lengths = agree(dataloader, host, name)
         if trainer.predicting:

@@ -141,10 +141,9 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
         """
         if ep != "auto" and (not isinstance(ep, int) or isinstance(ep, bool) or ep < 1):
             raise ValueError(f"ep={ep!r} must be a positive number of ranks, or 'auto'")
-        if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
-            raise ValueError(f"replicate={replicate!r} must be a number of copies, at least 1")
-        if not isinstance(cp, int) or isinstance(cp, bool) or cp < 1:
-            raise ValueError(f"cp={cp!r} must be a number of ranks, at least 1")
+        for name, size, of in (("replicate", replicate, "copies"), ("cp", cp, "ranks")):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a number of {of}, at least 1")
         check_options(dispatcher=dispatcher, computation=computation, combine_dtype=combine_dtype, cp_mode=cp_mode)
         check_activation_checkpointing(activation_checkpointing)
         check_kernels(kernels)

@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_moe_ep.context_parallel import shard_sequences
+from lightning_moe_ep.context_parallel.masks import _whole_sequences
 from lightning_moe_ep.context_parallel.ring import _OF_CUDA, _kernels
+from lightning_moe_ep.context_parallel.ulysses import Ulysses
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.mesh import build_meshes
 from lightning_moe_ep.parallelize import parallelize
 from tests.context_parallel.parity import FLASH, MODELS, Batch, CPCase, batch_of, build, check, loss_sum
+from tests.dispatch.test_base import CountSyncs, count_in_backward
 from tests.pool import RankPool
 
 
@@ -169,3 +173,30 @@ def test_what_attention_is_given(ranks: RankPool) -> None:
         for kind in ("padded", "packed"):
             assert seen[kind] == (2, 0, {(2, 16)})
         assert abs(seen["student"]) < 1e-4 and abs(seen["teacher"]) < 1e-4
+
+
+def asked_of_the_device() -> dict[str, list[str]]:
+    """On a rank: what is asked where the rows are padded, in one forward, one attention, and its backward."""
+    meshes = build_meshes(Layout.for_world(2, ep=1, cp=2), "cpu")
+    group = meshes.cp_mesh.get_group()
+    mask, positions = torch.ones(2, 6, dtype=torch.long), (torch.arange(6) + 6 * meshes.cp_rank).expand(2, 6)
+    mask[1, 3 * (1 - meshes.cp_rank) :] = 1 - meshes.cp_rank  # the second row ends in the second slice
+    with CountSyncs() as forward:
+        sequences = _whole_sequences(torch.arange(12).view(2, 6), mask, positions, group)
+    assert sequences.mask is not None and not sequences.mask.all()
+    module = nn.Module()
+    module.num_key_value_groups, module.sinks = 2, torch.zeros(4)
+    query, key, value = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
+    seen = sequences.mask[:, None, None].expand(2, 1, 12, 12)
+    with CountSyncs() as attention:
+        ulysses = Ulysses(group, 2, meshes.cp_rank)
+        output, _ = ulysses(sdpa_attention_forward, module, query, key, value, seen, flash=False)
+        total = output.sum()
+    with count_in_backward() as backward:
+        total.backward()
+    assert query.grad is not None
+    return {"forward": forward.syncs, "attention": attention.syncs, "backward": backward}
+
+
+def test_the_host_waits_once_a_forward(ranks: RankPool) -> None:
+    assert ranks.run(asked_of_the_device, world=2) == [{"forward": ["tolist"], "attention": [], "backward": []}] * 2

@@ -28,7 +28,7 @@ class _Twin(Host):
     """Two ranks that have the same."""
 
     def __init__(self) -> None:
-        self.rank, self.size = 0, 2
+        self.rank, self.size, self.cp = 0, 2, 1
         self.messages: list[list[int]] = []
 
     def sum(self, numbers: Sequence[int]) -> list[int]:

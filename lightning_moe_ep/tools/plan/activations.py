@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_moe_ep.activation_checkpointing import ActivationCheckpointing, wrap_forwards
 from lightning_moe_ep.causal_lm import summed_loss
-from lightning_moe_ep.context_parallel import shard_sequences, spread_attention
+from lightning_moe_ep.context_parallel import shard_sequences, slice_length, spread_attention
 from lightning_moe_ep.dispatch import CombineDtype, ExpertGroup
 from lightning_moe_ep.experts import Computation, ExpertsModule, choice_biases, find_experts
 from lightning_moe_ep.fake_tensors import no_data
@@ -102,7 +102,7 @@ class CausalLM:
 
     def tokens_of(self, layout: Layout) -> int:
         """Of a rank in a micro-batch."""
-        return self.sequences * -(-self.tokens // layout.cp)
+        return self.sequences * slice_length(self.tokens, layout.cp)
 
     def __call__(self, module: nn.Module, cp: int) -> Tensor:
         model: Any = module.model if isinstance(module, L.LightningModule) else module

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from transformers import masking_utils
 
 from lightning_moe_ep.context_parallel import masks
-from lightning_moe_ep.kernels import kernel_named, outermost_models
+from lightning_moe_ep.kernels import kernel_named
+from lightning_moe_ep.transformers_models import outermost_models
 
 
 @contextmanager
@@ -53,10 +53,8 @@ def unpadded() -> Iterator[None]:
     agree, whole, packed = masks._agree, masks._whole_sequences, masking_utils.find_packed_sequence_indices
 
     def whole_sequences(ids: Any, mask: Tensor, positions: Tensor, group: dist.ProcessGroup) -> masks.WholeSequences:
-        length = mask.shape[1]
-        whole = group.size() * length
-        known = {"length": length, "whole_length": whole, "last": positions.new_full((), whole - 1)}
-        return masks.WholeSequences(**{**dict.fromkeys(field.name for field in fields(masks.WholeSequences)), **known})
+        whole = group.size() * mask.shape[1]
+        return masks.WholeSequences(mask.shape[1], whole, last=positions.new_full((), whole - 1))
 
     masks._agree, masks._whole_sequences = lambda *_: None, whole_sequences
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
@@ -127,7 +125,7 @@ def with_kernels(build: Callable[[], nn.Module], names: Sequence[str]) -> tuple[
 def _built_with(build: Callable[[], nn.Module], names: Sequence[str]) -> nn.Module:
     model = build()
     for kernel in map(kernel_named, names):
-        for top in outermost_models(model):
+        for _, top in outermost_models(model):
             if kernel.kind == "attention":
                 eager = kernel.name == "eager" or not top._supports_sdpa
                 top.set_attn_implementation("eager" if eager else "sdpa")

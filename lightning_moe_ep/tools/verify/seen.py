@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe_ep.context_parallel import slice_length
 from lightning_moe_ep.layout import Layout
 from lightning_moe_ep.trees import tensors_of
 
@@ -111,7 +112,7 @@ def joined(batches: list[Any], of_ranks: list[list[Tensor]]) -> list[Tensor]:
     for number, slices in enumerate(calls):
         batch = batches[number * len(batches) // len(calls)]
         rows, length = batch["input_ids"].shape if isinstance(batch, Mapping) and "input_ids" in batch else (0, 0)
-        part = -(-length // len(slices))
+        part = slice_length(length, len(slices))
         if not rows or any(len(of_rank) != rows * part for of_rank in slices):
             return []
         of_rows = [of_rank.reshape(rows, part, -1) for of_rank in slices]
