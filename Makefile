@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Two at a time: tests wait for processes and for each other's messages half of their time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# A process that dies is not replaced, as the next would begin with the test that it died of.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 READY := $(VENV)/.ready
 # torch comes first and pinned: on its own, pip would pick any build that the other packages admit.
 TORCH := $(shell grep '^torch==' constraints.txt)

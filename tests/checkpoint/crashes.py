@@ -1,60 +1,21 @@
-"""Processes that are to die: forked from one that has imported everything and has no threads, so they start soon."""
+"""Processes that are to die, forked from one without threads."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.checkpoint.runs"])
 
 DIED = 9
 """The exit status of a process that was made to die."""
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate"}
 """Audit events of what changes the file system, beside `open` for writing."""
-
-
-def start(function: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Begin a module-level `function(*args)` in a process of its own; what it returns comes through the pipe."""
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_answer, args=(theirs, function, args), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def forked(function: Callable[..., Any], *args: Any, timeout: float = 100) -> Any:
-    """What a module-level `function(*args)` returns in a process of its own."""
-    process, pipe = start(function, *args)
-    try:
-        assert pipe.poll(timeout), f"did not end within {timeout} s"
-        ok, result = pipe.recv()
-    finally:
-        process.kill()
-        process.join()
-    assert ok, result
-    return result
-
-
-def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    try:
-        answer = True, function(*args)
-    except BaseException:
-        answer = False, traceback.format_exc()
-    pipe.send(answer)
 
 
 def at_each_step(

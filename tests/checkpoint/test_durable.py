@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import load
 
 from lightning_moe_ep.checkpoint import Saver, durable
 from lightning_moe_ep.checkpoint.saving import META
-from tests.checkpoint.crashes import at_each_step, forked, in_child
+from tests.checkpoint.crashes import at_each_step, in_child
+from tests.forks import forked
 
 NAME = "last.ckpt"
 OLD, NEW = 1.0, 2.0

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_moe_ep.checkpoint import durable
 from lightning_moe_ep.checkpoint.saving import META
-from tests.checkpoint.crashes import CONTEXT, start
 from tests.checkpoint.runs import EP2, Module, Run, make_trainer, messages
+from tests.forks import CONTEXT, start
 
 WORLD = 2
 FOR_EVER = 10_000

@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_moe_ep.checkpoint import durable, saving
-from tests.checkpoint.crashes import start
 from tests.checkpoint.runs import EP2, FORMS, SINGLE, Module, Run, make_trainer, messages, on
+from tests.forks import start
 from tests.pool import RankPool
 
 forms = pytest.mark.parametrize("form", FORMS)

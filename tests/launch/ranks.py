@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -21,10 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_moe_ep import MoEEPStrategy, MoELayer
 from lightning_moe_ep.launch import guard
+from tests.forks import CONTEXT
 from tests.parity import trainer
 
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.launch.ranks"])
 HIDDEN, AT = 8, 2
 """Which step goes wrong."""
 

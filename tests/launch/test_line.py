@@ -6,18 +6,21 @@ import os
 import queue
 import socket
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_moe_ep.launch import line as lines
 from lightning_moe_ep.launch.line import Hub, Line, Report, how_it_ended
+from tests.forks import CONTEXT
 
 SILENCE = 0.3
 
 
 class Rank:
-    def __init__(self, rank: int, hub: Hub) -> None:
+    def __init__(self, rank: int, hub: Hub | SimpleNamespace) -> None:
         self.heard: queue.Queue[Any] = queue.Queue()
         self.line = Line(
             rank,
@@ -140,23 +143,28 @@ def test_strangers_are_not_heard(ranks: list[Rank]) -> None:
     assert ranks[1].hears() == Report(0, "true")
 
 
+def _dies(port: int, token: str, pipe: Connection) -> None:
+    """A rank that leaves a worker behind, which lives until the pipe is closed."""
+    Rank(1, SimpleNamespace(port=port, token=token))
+    if os.fork() == 0:
+        pipe.poll(60)
+    os._exit(9)
+
+
 def test_a_worker_of_a_dead_rank_does_not_hold_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "EXIT_CODE", 0.05)
     hub = Hub(2, host="127.0.0.1")
     first = Rank(0, hub)
-    reading, writing = os.pipe()
-    dies = os.fork()
-    if dies == 0:
-        os.close(writing)
-        Rank(1, hub)
-        if os.fork() == 0:
-            os.read(reading, 1)  # lives until the test is over
-        os._exit(9)
+    ours, theirs = CONTEXT.Pipe()
+    dies = CONTEXT.Process(target=_dies, args=(hub.port, hub.token, theirs))
+    dies.start()
+    theirs.close()
     try:
-        assert os.waitstatus_to_exitcode(os.waitpid(dies, 0)[1]) == 9
+        dies.join(60)
+        assert dies.exitcode == 9
         assert first.hears() == Report(1, how_it_ended(None), died=True)
     finally:
-        os.close(writing)
+        ours.close()
         first.line.leave()
 
 
