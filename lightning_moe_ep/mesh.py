@@ -10,6 +10,7 @@ the first backward.
 from __future__ import annotations
 
 import atexit
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -214,7 +215,8 @@ def forget_groups() -> None:
     Those of the parent have their threads there, and their connections in common with it: here they can be neither
     used nor closed.
     """
-    _FORGOTTEN.append(dict(_world.pg_map))
+    _FORGOTTEN.extend((dict(_world.pg_map), dict(_BUILT)))
+    gc.freeze()  # nor collected, with all that the parent has let go of in circles
     _update_default_pg(None)
     for table in (
         _world.pg_map,

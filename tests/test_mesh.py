@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_moe_ep import Layout, build_meshes
+from lightning_moe_ep.mesh import forget_groups
+from tests.forks import forked
 from tests.pool import RankPool
 
 LAYOUT = Layout.for_world(4, ep=2)
@@ -143,3 +149,26 @@ def test_refuses_a_layout_of_another_world(ranks: RankPool) -> None:
 def test_refuses_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="needs an initialised process group"):
         build_meshes(LAYOUT, "cpu")
+
+
+def _forked_after_groups_are_gone(folder: Path) -> int:
+    """The exit status of a process forked from one that had groups; it is a rank of another world."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'first'}", rank=0, world_size=1)
+    build_meshes(Layout.for_world(1, ep=1), "cpu")
+    circle: list[object] = [dist.new_group([0])]
+    circle.append(circle)
+    dist.destroy_process_group()
+    del circle
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        forget_groups()
+        gc.collect()
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'second'}", rank=0, world_size=1)
+        build_meshes(Layout.for_world(1, ep=1), "cpu")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_groups_of_a_parent_are_not_waited_for(tmp_path: Path) -> None:
+    assert forked(_forked_after_groups_are_gone, tmp_path) == 0
