@@ -163,7 +163,7 @@ class StepByStep:
             yield batch()
 
 
-def measure(world: int, ep: int, balanced: bool, rounds: int) -> dict[str, Any]:
+def measure(world: int, ep: int, balanced: bool, rounds: int, warmup: int = 3) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(world), LOCAL_RANK=str(dist.get_rank()))
@@ -185,7 +185,7 @@ def measure(world: int, ep: int, balanced: bool, rounds: int) -> dict[str, Any]:
         with counted() as count:
             run()
         counts[name] = count
-    times, loop_times = _with_lightning(variants, ep, balanced, rounds)
+    times, loop_times = _with_lightning(variants, ep, balanced, rounds, warmup)
     times["loop"] = loop_times
     default = "lightning_moe_ep[auto]"
     return {
@@ -203,14 +203,13 @@ def measure(world: int, ep: int, balanced: bool, rounds: int) -> dict[str, Any]:
 
 
 def _with_lightning(
-    variants: dict[str, Callable[[], None]], ep: int, balanced: bool, rounds: int
+    variants: dict[str, Callable[[], None]], ep: int, balanced: bool, rounds: int, warmup: int
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Interleave the variants with the steps of a Trainer: one round of them before each of its batches."""
     import time
 
     times: dict[str, list[float]] = {name: [] for name in variants}
     loop_times: list[float] = []
-    warmup = 3
 
     def all_rounds() -> Iterator[None]:
         for number in range(warmup + rounds + 1):  # nothing comes back for the last one

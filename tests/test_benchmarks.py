@@ -25,7 +25,7 @@ def test_dispatch() -> None:
 
 @pytest.mark.more
 def test_step() -> None:
-    case = on_ranks(step.measure, 2, 2, 2, True, 1)
+    case = on_ranks(step.measure, 2, 2, 2, True, 1, 0)
     ours = {f"lightning_moe_ep[{name}]" for name in step.DISPATCHERS}
     assert case["median_ms"].keys() == {*ours, "transformers", "fsdp2", "loop"}
     assert case["memory_mib"].keys() == case["bytes_sent"].keys() == {*ours, "transformers", "fsdp2"}
