@@ -115,7 +115,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
+        self._keeps = tempfile.TemporaryDirectory(prefix="rank-pool-", ignore_cleanup_errors=True)
+        self._folder = Path(self._keeps.name)
         self._jobs = 0
 
     def _start(self, world: int) -> None:
