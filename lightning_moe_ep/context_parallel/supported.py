@@ -93,6 +93,10 @@ def check_supported(model: nn.Module, *, cp: int, mode: str = "ulysses", device_
     for each in models:
         if attention_modules(each) and (problem := _problem_of_model(each)):
             raise NotImplementedError(f"cp={cp}: {each.config.model_type} {problem}; use cp=1")
+    adapters = {name: each for module in model.modules() for name, each in _adapters(module).items()}
+    for name, adapter in adapters.items():
+        if problem := _problem_of_adapter(adapter):
+            raise NotImplementedError(f"cp={cp}: the adapter {name!r} ({type(adapter).__name__}) {problem}; use cp=1")
     # Experts are given rows of all ranks in any order: what they add up is no sequence.
     experts = {id(module) for found in find_experts(model) for module in found.module.modules()}
     named = [(name, module) for name, module in model.named_modules() if id(module) not in experts]
@@ -188,6 +192,21 @@ def _problem_of_model(model: PreTrainedModel) -> str | None:
         return "takes more than text, and what an image becomes would lie in several slices"
     if rope_grows(model) and not rotary_modules(model):
         return "has rotary embeddings that depend on the length of the sequences, in no module of their own"
+    return None
+
+
+def _adapters(module: nn.Module) -> dict[str, Any]:
+    """PEFT's configurations by name, of a module that it has put around a model or into one."""
+    found = getattr(module, "peft_config", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _problem_of_adapter(adapter: Any) -> str | None:
+    # Of other adapters the layers tell, as of any model.
+    if getattr(adapter, "is_prompt_learning", False):
+        return "puts something of its own before each sequence, and would before each slice"
+    if getattr(adapter, "alora_invocation_tokens", None):
+        return "begins at certain tokens of a sequence, which not every slice of it has"
     return None
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -90,6 +91,14 @@ def with_attention(name: str) -> nn.Module:
     return model
 
 
+def with_adapter(config: type, **options: Any) -> nn.Module:
+    return get_peft_model(build("qwen3_moe"), config(task_type="CAUSAL_LM", **options))
+
+
+def activated_lora() -> nn.Module:
+    return with_adapter(LoraConfig, target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "heads": (lambda: build("qwen3_moe"), 3, "cp=3 does not divide the 4 attention heads of Qwen3MoeAttention"),
     "heads of a layer": (with_unlike_heads, 4, r"cp=4 does not divide the 2 attention heads .* use one of \[1, 2\]"),
@@ -113,6 +122,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
         "Qwen3MoeAttention has an attn_implementation='unknown' of its own",
     ),
     "local": (lambda: with_attention("local"), 2, "Qwen3MoeAttention has an attn_implementation='local' of its own"),
+    "prompt": (
+        lambda: with_adapter(PromptTuningConfig, num_virtual_tokens=3),
+        2,
+        r"the adapter 'default' \(PromptTuningConfig\) puts something of its own before each sequence",
+    ),
+    "prefix": (
+        lambda: with_adapter(PrefixTuningConfig, num_virtual_tokens=3),
+        2,
+        "PrefixTuningConfig.* puts something",
+    ),
+    "activated": (activated_lora, 2, r"the adapter 'default' \(LoraConfig\) begins at certain tokens of a sequence"),
     "norm": (lambda: with_part(nn.BatchNorm1d(64)), 2, r"part \(BatchNorm1d\) is not known to leave tokens apart"),
 }
 
@@ -144,6 +164,7 @@ class Around(nn.Module):
 
 def test_what_is_around_a_model() -> None:
     check_supported(Around(nn.Linear(64, 1)), cp=2)
+    check_supported(with_adapter(LoraConfig, target_modules=["q_proj"]), cp=2)
     with pytest.raises(NotImplementedError, match=r"head \(LSTM\) is not known to leave tokens apart"):
         check_supported(Around(nn.LSTM(64, 1)), cp=2)
 

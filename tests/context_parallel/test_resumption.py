@@ -9,10 +9,20 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_moe_ep import CausalLMModule, ExpertBiasCallback, ExpertLoadMonitor, MoEEPStrategy, SentinelCallback
+from lightning_moe_ep import (
+    CausalLMModule,
+    ExpertBiasCallback,
+    ExpertLoadMonitor,
+    MoEEPStrategy,
+    SentinelCallback,
+    ShardedWeightAveraging,
+    merged_model,
+)
 from tests.callbacks.test_monitor import Reports
 from tests.checkpoint.test_record import record_of
 from tests.checkpoint.test_resumption import SaveAt
@@ -130,6 +140,44 @@ def test_a_training_goes_on_at_another_cp(ranks: RankPool, tmp_path: Path, first
             error, name = worst(found["weights"], right["weights"])
             assert error < 1e-4, f"{at}: {name} is off by {error:.1e}"
     assert sum(right["loads"][0]) == ROWS // STEPS * LENGTH * CONFIG["num_experts_per_tok"]
+
+
+class Adapted(Trained):
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            layers = {"target_modules": ["q_b_proj", "o_proj"], "target_parameters": ["experts.gate_up_proj"]}
+            self.model = get_peft_model(self.model, LoraConfig(r=2, init_lora_weights=False, **layers))
+
+
+def _adapt(at: At, folder: str) -> dict[str, Tensor]:
+    """On a rank: the whole weights; an adapter is left in the folder, and on rank 0 a merged model in one within it."""
+    L.seed_everything(7, verbose=False)
+    module = Adapted(ROWS // STEPS * at.cp // at.world)
+    callbacks = [ShardedWeightAveraging(decay=0.5), *([SaveAt(STEPS // 2, at.save)] if at.save else [])]
+    fitted = trainer(MoEEPStrategy(ep=at.ep, cp=at.cp), max_epochs=1, use_distributed_sampler=True, callbacks=callbacks)
+    fitted.fit(module, ckpt_path=at.resume)
+    module.model.save_pretrained(folder)
+    if (merged := merged_model(module.model)) is not None:
+        merged.save_pretrained(f"{folder}/merged")
+    return plain(module.model, module.model.state_dict())
+
+
+@pytest.mark.more
+def test_an_adapter_goes_on_at_another_cp(ranks: RankPool, tmp_path: Path) -> None:
+    """With averages of its weights, which are what is left in the end."""
+    (right,) = ranks.run(_adapt, At(1, cp=1), str(tmp_path / "right"), world=1)
+    path = str(tmp_path / "c.ckpt")
+    at_cp = ranks.run(_adapt, At(2, cp=2, ep=2, save=path), str(tmp_path / "at cp"), world=2)
+    after = ranks.run(_adapt, At(1, cp=1, resume=path), str(tmp_path / "after"), world=1)
+    for found in (*at_cp, *after):
+        error, name = worst(found, right)
+        assert error < 1e-4, f"{name} is off by {error:.1e}"
+    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+        theirs = load_file(tmp_path / "right" / file)
+        for folder in ("at cp", "after"):
+            error, name = worst(load_file(tmp_path / folder / file), theirs)
+            assert error < 1e-4, f"{folder}: {name} in {file} is off by {error:.1e}"
 
 
 def _again() -> str:
