@@ -17,6 +17,7 @@ import lightning.pytorch as L
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_moe_ep.cli.commands import COMMANDS
@@ -70,7 +71,7 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log
         lines.append(f"A bigram model of the same data: {baseline / datamodule.val_bytes_per_token:.3f} nats per byte")
     if checkpoint:
         lines.append(f"Checkpoint: {checkpoint}")
-    lines.append("Next:")
+    commands = []
     if checkpoint and log_dir:
         # The saved configuration, because what was given on the command line is in it.
         command = f"{_typed()} {{}} --config {shlex.quote(str(Path(log_dir) / 'config.yaml'))} --ckpt_path"
@@ -79,10 +80,12 @@ def summary(trainer: L.Trainer, datamodule: L.LightningDataModule | None, *, log
             if trainer.max_steps != -1
             else f"--trainer.max_epochs {2 * trainer.current_epoch}"
         )
-        lines.append(f"  {command.format('validate')} {shlex.quote(checkpoint)}")
-        lines.append(f"  {command.format('fit')} last {more}")
-    if log_dir:
-        lines.append(f"  {_typed('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(log_dir)}")
+        commands.append(f"  {command.format('validate')} {shlex.quote(checkpoint)}")
+        commands.append(f"  {command.format('fit')} last {more}")
+    if log_dir and any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        commands.append(f"  {_typed('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(log_dir)}")
+    if commands:
+        lines += ["Next:", *commands]
     if (loss := trainer.callback_metrics.get("val_loss")) is not None:
         bytes_per_token = datamodule.val_bytes_per_token if isinstance(datamodule, TextDataModule) else 1.0
         lines.append(f"val_loss={float(loss) / bytes_per_token:.3f}")

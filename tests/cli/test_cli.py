@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_moe_ep import MoEEPStrategy, convert_to_file
-from lightning_moe_ep.cli.main import _typed, main
+from lightning_moe_ep.cli.main import _typed, main, summary
 from tests.cli.processes import QUICKSTART, run_python
 from tests.contract import contract
 
@@ -249,6 +250,14 @@ def test_a_killed_rank_under_torchrun(fit: Ran, tmp_path: Path) -> None:
     assert loss_of(printed) == loss_of(fit.printed)
     restarted = weights_of(tmp_path / "runs" / "quickstart")
     assert all(torch.equal(restarted[name], weight) for name, weight in fit.weights.items())
+
+
+def test_curves_that_are_not_written_are_not_told_of(tmp_path: Path) -> None:
+    told = []
+    for logger in (False, CSVLogger(tmp_path), TensorBoardLogger(tmp_path)):
+        trainer = L.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, default_root_dir=tmp_path)
+        told.append(summary(trainer, None, log_dir=str(tmp_path)))
+    assert told[:2] == [[""], [""]] and told[2][1] == "Next:" and "tensorboard" in told[2][2]
 
 
 def test_help(tmp_path: Path) -> None:
