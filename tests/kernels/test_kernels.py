@@ -87,6 +87,13 @@ def _trained(folder: Path) -> tuple[Any, ...]:
         module.save_hyperparameters({"mine": 3})
         logger = CSVLogger(folder, version=0)
         trainer(MoEEPStrategy(ep=2, kernels=["eager", "batched_mm"]), max_steps=1, logger=logger).fit(module)
+        for options, told in (
+            ({"kernels": ["sdpa"]}, r"with kernels=\['eager', 'batched_mm'\], but this strategy has \['sdpa'\]"),
+            ({"keep_router_logits": True}, "with keep_router_logits=False, but this strategy has True"),
+            ({"router_dtype": "float32"}, r"with fp32_modules=\[\], but this strategy has \['<routers>'\]"),
+        ):
+            with pytest.raises(ValueError, match=told):  # it is too late for them
+                trainer(MoEEPStrategy(ep=2, **options), max_steps=1).fit(module)
     finally:
         log.removeHandler(handler)
         ALL_EXPERTS_FUNCTIONS["batched_mm"] = batched_mm_experts_forward
