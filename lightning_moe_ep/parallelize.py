@@ -7,11 +7,11 @@ efsdp. It is the one place that imports FSDP2's per-parameter mesh, which is pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +150,9 @@ def parallelize(
     biases = _keep_choice_biases(model, torch.device(meshes.dense.device_type))
     for found in experts:
         spread = _spread(found, meshes, policy, offloaded=cpu_offload, compiled=compile_blocks)
+        spread.chosen.update(
+            fp32_modules=list(fp32_modules), keep_router_logits=keep_router_logits, kernels=list(kernels)
+        )
         compute = partial(found.adapter.compute, computation=computation)
         dispatch: Callable[..., Tensor] = partial(dispatch_here, experts=compute, num_experts=found.num_experts)
         if meshes.host_ep_group is not None:
@@ -232,12 +235,14 @@ def check_options(*, dispatcher: str, computation: str, combine_dtype: str, cp_m
             raise ValueError(f"{name}={value!r} is not known; use one of {list(choices)}")
 
 
-def check_parallelized(model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy) -> None:
+def check_parallelized(
+    model: nn.Module, layout: Layout, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
+) -> None:
     """Check that a model that is parallel already is so as a strategy would have it.
 
     Raises:
         ValueError: its experts are spread over another ep, or were given another precision, or its attention is spread
-            over another cp.
+            over another cp; or options ask for what it was not given: routers in fp32, their logits, or kernels.
     """
     if (cp := spread_over(model)) != layout.cp:
         raise ValueError(
@@ -255,6 +260,13 @@ def check_parallelized(model: nn.Module, layout: Layout, policy: MixedPrecisionP
                 f"the experts of {spread.name} were parallelized with {spread.mp_policy}, but the Trainer's precision"
                 f" asks for {policy}; call `self.trainer.strategy.parallelize(model)`, which passes it on"
             )
+        for name, given in spread.chosen.items():
+            if (asked := options[name]) and asked != given:
+                raise ValueError(
+                    f"the model is parallel already, with {name}={given}, but this strategy has {asked}; call"
+                    " `self.trainer.strategy.parallelize(model)`, which passes it on, or build the model anew and load"
+                    " a checkpoint"
+                )
 
 
 def _prefetch(blocks: Sequence[nn.Module]) -> None:

@@ -267,6 +267,8 @@ def _routed(model: nn.Module) -> list[ExpertsModule]:
 
 def _misfit(experts: Sequence[ExpertsModule], routing: Routing, weights: ReplayedWeights) -> str | None:
     """Why a routing is none of these experts, or cannot be replayed so."""
+    if not isinstance(routing, Routing):
+        return f"the routing is a {type(routing).__name__}, but has to be a Routing"
     names = {found.name for found in experts}
     if names != routing.index.keys():
         missing, unknown = sorted(names - routing.index.keys()), sorted(routing.index.keys() - names)
@@ -277,15 +279,22 @@ def _misfit(experts: Sequence[ExpertsModule], routing: Routing, weights: Replaye
         )
     for name in sorted(names):
         index, values = routing.index[name], routing.weights.get(name)
-        wrong = next((each for each in index if each.ndim != 2 or each.is_floating_point()), None)
-        if wrong is not None:
-            return f"the index of {name} is {list(wrong.shape)} of {wrong.dtype}, but has to be [T, K] integers"
-        if weights == "recorded" and (values is None or [v.shape for v in values] != [i.shape for i in index]):
+        if (wrong := next((each for each in index if not _has_ids(each)), None)) is not None:
+            told = f"{list(wrong.shape)} of {wrong.dtype}" if isinstance(wrong, Tensor) else type(wrong).__name__
+            return f"the index of {name} is {told}, but has to be a tensor [T, K] of integers"
+        shapes = [value.shape for value in values or () if isinstance(value, Tensor)]
+        if weights == "recorded" and shapes != [each.shape for each in index]:
             return (
                 f"the routing has no weights for each index of {name}; use weights='current', which takes them from"
                 " the router"
             )
     return None
+
+
+def _has_ids(index: Any) -> bool:
+    if not isinstance(index, Tensor) or index.ndim != 2 or index.dtype == torch.bool:
+        return False
+    return not index.is_floating_point() and not index.is_complex()
 
 
 def _raise_together(misfit: str | None, group: dist.ProcessGroup | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ class SpreadExperts:
 
     compiled: bool = False
     """Whether the blocks around are compiled."""
+
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Options of `parallelize` that cannot change any more; see `check_parallelized`."""
 
     statistics: RoutingStatistics = field(default_factory=RoutingStatistics)
     """What was routed, counted on the device; nothing at ep=1."""

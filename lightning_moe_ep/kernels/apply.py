@@ -8,14 +8,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_moe_ep.experts import NoExpertsError, find_experts
 from lightning_moe_ep.kernels.delta_rule import use_flash_linear_attention
 from lightning_moe_ep.kernels.liger import use_liger
-from lightning_moe_ep.kernels.names import Kernel, check_kernels, is_flash
+from lightning_moe_ep.kernels.names import Kernel, NothingToComputeError, check_kernels, is_flash
 from lightning_moe_ep.transformers_models import outermost_models
 
 
 def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -> None:
     """Have the transformers models in `model` compute with these kernels, and say so in the log.
+
+    One of several that has no experts, or none of the layers that "fla" computes, stays as it is: a reward model may be
+    dense.
 
     Args:
         model: plain.
@@ -40,7 +44,16 @@ def apply_kernels(model: nn.Module, names: Sequence[str], *, device_type: str) -
         "liger": use_liger,
         "fla": use_flash_linear_attention,
     }
-    told = [f"{kernel.given} ({use[kernel.kind](top, kernel, device_type)})" for kernel in kernels for top in tops]
+    told: list[str] = []
+    for kernel in kernels:
+        without: list[NothingToComputeError] = []
+        for top in tops:
+            try:
+                told.append(f"{kernel.given} ({use[kernel.kind](top, kernel, device_type)})")
+            except NothingToComputeError as error:
+                without.append(error)
+        if len(without) == len(tops):
+            raise without[0]
     rank_zero_info(f"Kernels: {', '.join(told)}")
 
 
@@ -86,6 +99,12 @@ def _use_experts(model: PreTrainedModel, kernel: Kernel, device_type: str) -> st
         raise ValueError(f"kernels has {kernel.given!r}, which runs on GPUs of NVIDIA only, not on {device_type}")
     holders = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._can_set_experts_implementation() for part in holders):
+        try:
+            find_experts(model)
+        except NoExpertsError:
+            raise NothingToComputeError(
+                f"kernels has {kernel.given!r}, but {type(model).__name__} has no experts"
+            ) from None
         raise ValueError(
             f"kernels has {kernel.given!r}, but the experts of {type(model).__name__} compute in one way only; leave it"
             " out, or choose by computation"

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_moe_ep.kernels.names import Kernel
+from lightning_moe_ep.kernels.names import Kernel, NothingToComputeError
 
 _RULES = {
     "torch_chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (16, 32, 64)),
@@ -35,13 +35,14 @@ def use_flash_linear_attention(model: PreTrainedModel, kernel: Kernel, device_ty
     """Have the model's layers call the kernel; what comes out says what was done.
 
     Raises:
-        ValueError: the device or the kernel cannot, or the model has no such layer.
+        NothingToComputeError: the model has no such layer.
+        ValueError: the device or the kernel cannot.
     """
     if device_type == "cpu":
         raise ValueError(f"kernels has {kernel.given!r}, which is Triton's and runs on GPUs; leave it out on a CPU")
     layers = {layer: rule for layer in model.modules() if (rule := _rule_of(layer)) is not None}
     if not layers:
-        raise ValueError(
+        raise NothingToComputeError(
             f"kernels has {kernel.given!r}, but {type(model).__name__} has no layer that flash-linear-attention"
             " computes (as those of Qwen3-Next and Kimi Linear); leave it out"
         )

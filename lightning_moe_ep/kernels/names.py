@@ -36,6 +36,10 @@ _PACKAGES = {
 """By a kernel's name: what is imported for it, and what is installed."""
 
 
+class NothingToComputeError(ValueError):
+    """A model has nothing in it that a kernel computes."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel that was asked for."""
@@ -59,7 +63,7 @@ def check_kernels(names: Sequence[str]) -> list[Kernel]:
         ValueError: a name is not known, two are for the same thing, or one cannot train.
         ImportError: what it takes is not installed; says how to get it.
     """
-    if isinstance(names, str) or not isinstance(names, Sequence):
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"kernels={names!r} must be a list of names, such as ['sdpa']")
     kernels: dict[Kind, Kernel] = {}
     for given in names:

@@ -335,7 +335,7 @@ class MoEEPStrategy(ChoosingStrategy, LoadingStrategy, LoggingStrategy, Stepping
     def _check_layout_of(self, module: nn.Module) -> None:
         if self.ep == "auto" and self._meshes is None:
             self._build_meshes(ep_size(module))
-        check_parallelized(module, self.layout, self.precision_plugin.policy)
+        check_parallelized(module, self.layout, self.precision_plugin.policy, self.parallelize_options)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

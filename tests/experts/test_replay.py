@@ -213,6 +213,10 @@ def _refused_on_one_rank() -> list[str]:
     attempt(Routing(*({k: v[: 2 - rank] for k, v in of.items()} for of in (routing.index, routing.weights))))
     attempt(Routing(routing.index))
     attempt(Routing({k: [i.float() for i in v] for k, v in routing.index.items()}), "current")
+    arrays = {k: [i.numpy() if rank else i for i in v] for k, v in routing.index.items()}
+    attempt(Routing(arrays), "current")  # type: ignore[arg-type]
+    attempt(Routing({k: [i.bool() for i in v] for k, v in routing.index.items()}), "current")
+    attempt(routing.index if rank else routing, "current")  # type: ignore[arg-type]
     attempt(routing, "both")
     compiled = parallel(2, compile_blocks=True)
     with pytest.raises(ValueError, match="which what compile_blocks compiled cannot; use"):
@@ -226,7 +230,7 @@ def _refused_on_one_rank() -> list[str]:
 def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool) -> None:
     first, second = ranks.run(_refused_on_one_rank, world=2)
     assert first == second
-    layers, tokens, forwards, no_weights, floats, unknown = first
+    layers, tokens, forwards, no_weights, floats, arrays, bools, no_routing, unknown = first
     assert layers.startswith("rank 0: the routing is of 1 experts modules, but the model has 2 (only in the model: ")
     assert "model.layers.0.mlp.experts" in layers
     assert tokens == "rank 1: in forward 0 of model.layers.0.mlp.experts [T, K] is [16, 2], but [15, 2] was recorded"
@@ -234,7 +238,11 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool) -> None:
     assert no_weights.startswith(
         "the routing has no weights for each index of model.layers.0.mlp.experts; use weights="
     )
-    assert floats.endswith("is [16, 2] of torch.float32, but has to be [T, K] integers")
+    assert floats.endswith("is [16, 2] of torch.float32, but has to be a tensor [T, K] of integers")
+    index = "rank 1: the index of model.layers.0.mlp.experts"
+    assert arrays == f"{index} is ndarray, but has to be a tensor [T, K] of integers"
+    assert "is [16, 2] of torch.bool, but has to be" in bools
+    assert no_routing == "rank 1: the routing is a dict, but has to be a Routing"
     assert unknown == "weights='both' is not known; use one of ['recorded', 'current']"
 
 

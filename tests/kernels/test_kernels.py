@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -45,6 +46,7 @@ from tests.pool import RankPool
         (["fla:48"], ValueError, r"chunks of one of \(16, 32, 64\) tokens"),
         ("sdpa", TypeError, r"must be a list of names, such as \['sdpa'\]"),
         (None, TypeError, r"kernels=None must be a list of names"),
+        ([None], TypeError, r"kernels=\[None\] must be a list of names"),
         (["liger"], ImportError, "`pip install liger-kernel`"),
         (["fla:32"], ImportError, "`pip install flash-linear-attention`"),
         (["flash_attention_2"], ImportError, r"`pip install flash-attn --no-build-isolation` or"),
@@ -85,6 +87,13 @@ def _trained(folder: Path) -> tuple[Any, ...]:
         module.save_hyperparameters({"mine": 3})
         logger = CSVLogger(folder, version=0)
         trainer(MoEEPStrategy(ep=2, kernels=["eager", "batched_mm"]), max_steps=1, logger=logger).fit(module)
+        for options, told in (
+            ({"kernels": ["sdpa"]}, r"with kernels=\['eager', 'batched_mm'\], but this strategy has \['sdpa'\]"),
+            ({"keep_router_logits": True}, "with keep_router_logits=False, but this strategy has True"),
+            ({"router_dtype": "float32"}, r"with fp32_modules=\[\], but this strategy has \['<routers>'\]"),
+        ):
+            with pytest.raises(ValueError, match=told):  # it is too late for them
+                trainer(MoEEPStrategy(ep=2, **options), max_steps=1).fit(module)
     finally:
         log.removeHandler(handler)
         ALL_EXPERTS_FUNCTIONS["batched_mm"] = batched_mm_experts_forward
@@ -133,6 +142,21 @@ def test_what_a_model_or_a_device_cannot_have_is_refused() -> None:
         parallelize(tiny_model("dbrx"), whole, kernels=["batched_mm"])
     with pytest.raises(TypeError, match="kernels='sdpa' must be a list"):
         parallelize(model, whole, kernels="sdpa")
+
+
+def test_of_several_models_those_without_experts_stay_as_they_are() -> None:
+    dense = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3", vocab_size=8, hidden_size=8, num_hidden_layers=1)
+    )
+    models = nn.ModuleDict({"reward": dense, "actor": build("qwen3_moe")})
+    apply_kernels(models, ["eager", "batched_mm"], device_type="cpu")
+    assert [model.config._attn_implementation for model in models.values()] == ["eager", "eager"]
+    assert models["actor"].config._experts_implementation == "batched_mm"
+    with pytest.raises(ValueError, match="kernels has 'batched_mm', but Qwen3ForCausalLM has no experts"):
+        apply_kernels(dense, ["batched_mm"], device_type="cpu")
+    models["actor"] = tiny_model("dbrx")
+    with pytest.raises(ValueError, match="the experts of DbrxModel compute in one way only"):
+        apply_kernels(models, ["batched_mm"], device_type="cpu")
 
 
 LIGER = """
