@@ -32,7 +32,7 @@ sweep: $(READY)
 
 # and more layouts, more kills, the benchmarks.
 more: $(READY)
-	$(PYTEST) -m more
+	$(PYTEST) --no-loadscope-reorder -m more
 
 # Writes docs/families.md from such a run.
 families: $(READY)
