@@ -6,6 +6,8 @@ fresh default process group: between jobs every rank destroys its default group 
 
 A job that does not end in time fails its test with the stacks of all ranks, and the pool starts anew. Gloo at times
 loses a connection while it connects the ranks of a group, on a busy machine; such a job runs once more, on new ranks.
+So does one whose rank aborts, which a warning tells: glibc ends a process long after its heap was damaged, at times by
+a job before. One that aborts by itself does so again, and fails.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import functools
 import gc
 import multiprocessing as mp
 import os
+import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,6 +34,7 @@ GRACE = 3.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 """What gloo says when it could not connect the ranks: nothing of the job's own."""
+ABORTED = "died of SIGABRT"
 STARTING = 180.0
 """Seconds that ranks have to start and to import what a job needs; they wait for each other only after it."""
 READY = "ready"
@@ -43,8 +48,6 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     stack_file = open(stacks, "w")  # noqa: SIM115  (faulthandler needs it open for as long as the rank lives)
     faulthandler.enable(stack_file)
-    import warnings
-
     import torch
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -143,7 +146,9 @@ class RankPool:
         try:
             return self._run(function, args, world, timeout)
         except RankError as error:
-            if NOT_CONNECTED not in str(error):
+            if ABORTED in str(error):
+                warnings.warn(f"{error}, and the job ran once more", stacklevel=2)
+            elif NOT_CONNECTED not in str(error):
                 raise
         return self._run(function, args, world, timeout)
 
@@ -180,8 +185,11 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
+                    died, _ = ranks[rank]
+                    died.join(10)
+                    how = ABORTED if died.exitcode == -signal.SIGABRT else f"died with exit code {died.exitcode}"
                     self.close()
-                    raise RankError(f"rank {rank} died") from None
+                    raise RankError(f"rank {rank} {how}") from None
         failures = [f"--- rank {rank}\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
         if failures:
             self.close()  # the others may be stuck, or their groups half used

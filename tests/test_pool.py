@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,16 @@ def test_any_other_failure_is_told_at_once(ranks: RankPool, tmp_path: Path) -> N
     with pytest.raises(RankError, match="no luck"):
         ranks.run(_fail_at_first, tmp_path, "no luck", world=1)
     assert (tmp_path / "tried").read_text() == "x"
+
+
+def _abort_at_first(folder: Path, always: bool) -> None:
+    if always or not (folder / "tried").exists():
+        (folder / "tried").touch()
+        os.abort()
+
+
+def test_a_job_whose_rank_aborts_runs_again_and_it_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"rank 0 died of SIGABRT, and the job ran once more"):
+        assert ranks.run(_abort_at_first, tmp_path, False, world=1) == [None]
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(RankError, match="rank 0 died of SIGABRT"):
+        ranks.run(_abort_at_first, tmp_path, True, world=1)
