@@ -147,7 +147,7 @@ class RankPool:
             return self._run(function, args, world, timeout)
         except RankError as error:
             if ABORTED in str(error):
-                warnings.warn(f"{error}, and the job ran once more", stacklevel=2)
+                warnings.warn(f"{error}\nThe job ran once more.", stacklevel=2)
             elif NOT_CONNECTED not in str(error):
                 raise
         return self._run(function, args, world, timeout)
@@ -189,7 +189,7 @@ class RankPool:
                     died.join(10)
                     how = ABORTED if died.exitcode == -signal.SIGABRT else f"died with exit code {died.exitcode}"
                     self.close()
-                    raise RankError(f"rank {rank} {how}") from None
+                    raise RankError(f"rank {rank} {how}\n{self._stacks(rank)}") from None
         failures = [f"--- rank {rank}\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
         if failures:
             self.close()  # the others may be stuck, or their groups half used
